@@ -1,0 +1,181 @@
+"""One optimizer step: forward and backward of micro-batches, then clip, step and clear.
+
+The gradient of a batch is the sum over its micro-batches of (sum of per-sample losses) / (images in the whole batch). So the split,
+even or uneven, changes nothing but the order of additions (in models without batch statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Precision = Literal["fp32", "bf16", "fp16"]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Prepare = Callable[[Tensor], Tensor]
+
+_AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: the gradient's total 2-norm before clipping; may be non-finite.
+        applied: False: the step was skipped, parameters and batch statistics are as before it.
+        loss: the batch's mean loss.
+        non_finite: positions within the batch, in the order of accumulation, of samples with a non-finite loss.
+        scale_lowered: skipped because fp16 gradients overflowed while the loss scale could still go down: usual in the first steps.
+    """
+
+    grad_norm: float
+    applied: bool
+    loss: float = 0.0
+    non_finite: tuple[int, ...] = ()
+    scale_lowered: bool = False
+
+
+class TrainStep:
+    """Forward and backward of micro-batches, then one optimizer step.
+
+    Args:
+        model: in the mode that the caller has set; never switched here.
+        optimizer: over the model's trainable parameters.
+        loss_fn: logits (b, classes) float32 and targets (b,) to per-sample losses (b,).
+        prepare: images as the loader gives them, already on the device, to the model's input (b, c, h, w).
+        device: where the model is.
+        precision: fp32, or autocast to bf16 or fp16 (fp16 with a loss scaler).
+        clip_grad: largest total 2-norm of the gradient; None: no clipping.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        prepare: Prepare,
+        device: torch.device,
+        precision: Precision = "fp32",
+        clip_grad: float | None = None,
+    ) -> None:
+        if precision not in _AUTOCAST:
+            raise ValueError(f"precision {precision!r} is not one of {', '.join(_AUTOCAST)}")
+        self.model, self.optimizer, self.loss_fn, self.prepare = model, optimizer, loss_fn, prepare
+        self.device, self.precision, self.clip_grad = torch.device(device), precision, clip_grad
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self._losses: list[Tensor] = []  # per-sample losses of the batch so far, detached
+        self._loss: Tensor | None = None  # their sum / batch_images
+        self._statistics_before: list[Tensor] = []
+
+    def accumulate(self, images: Tensor, targets: Tensor, *, batch_images: int) -> Tensor:
+        """Adds one micro-batch's gradient.
+
+        Args:
+            images: (b, h, w, c) as the loader gives them.
+            targets: (b,) int64.
+            batch_images: images in the whole batch that the optimizer sees.
+
+        Returns:
+            The micro-batch's share of the batch's mean loss: a detached scalar on the device (no synchronisation).
+        """
+        if not self._losses:
+            # A non-finite batch would poison the running statistics for good, even though its step is skipped.
+            self._statistics_before = [buffer.clone() for buffer in self._statistics()]
+        inputs = self._to_device(images)
+        targets = targets.to(self.device, non_blocking=True)
+        # The autocast weight cache lives as long as this context: leave it before backward, enter it anew for each micro-batch.
+        with self._autocast():
+            losses = self.loss_fn(self.model(inputs).float(), targets)
+        del inputs
+        loss = losses.sum() / batch_images
+        self._losses.append(losses.detach())
+        del losses
+        self.scaler.scale(loss).backward()
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+        return loss
+
+    def apply(self) -> StepOutcome:
+        """Clips and takes the optimizer step, or skips it when the loss or the gradient is not finite; clears the gradients.
+
+        Reads the device once (loss and norm together).
+        """
+        assert self._loss is not None, "apply without accumulate"
+        scale_before = self.scaler.get_scale()
+        grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        if grads:
+            self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=self.device)
+        # float64 holds both exactly, and one read brings both.
+        loss_value, norm_value = torch.stack([self._loss.double(), norm.double()]).tolist()
+        applied = _is_finite(loss_value) and _is_finite(norm_value)
+        non_finite: tuple[int, ...] = ()
+        if applied and grads:
+            if self.clip_grad is not None:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self.clip_grad, norm)
+            self.scaler.step(self.optimizer)
+        elif not applied:
+            non_finite = tuple((~torch.isfinite(torch.cat(self._losses))).nonzero().flatten().tolist())
+            self._put_statistics_back()
+        if grads:
+            self.scaler.update()
+        scale_lowered = not applied and _is_finite(loss_value) and self.scaler.is_enabled() and scale_before > 1.0
+        self.discard()
+        return StepOutcome(norm_value, applied, loss_value, non_finite, scale_lowered)
+
+    def discard(self) -> None:
+        """Forgets what was accumulated since the last step; the gradients' memory is given back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses, self._loss, self._statistics_before = [], None, []
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits (b, classes) float32 on the device, at the step's precision. The model's mode is the caller's."""
+        inputs = self._to_device(images)
+        with self._autocast():
+            return self.model(inputs).float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scaler's state, plain numbers (empty unless fp16)."""
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave. A state of another precision is left out: there is no scale to carry over."""
+        if state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _AUTOCAST[self.precision]
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _to_device(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.prepare(images.to(self.device, non_blocking=True))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _statistics(self) -> list[Tensor]:
+        """Running statistics that a forward in train mode changes (BatchNorm's, EvoNorm's)."""
+        return [
+            buffer
+            for module in self.model.modules()
+            if module.training
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.startswith("running_") or name == "num_batches_tracked"
+        ]
+
+    @torch.no_grad()
+    def _put_statistics_back(self) -> None:
+        for now, before in zip(self._statistics(), self._statistics_before, strict=True):
+            now.copy_(before)
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0
