@@ -1,0 +1,132 @@
+"""Walks folders of images. Hidden and system files are ignored by name and listed; other extensions are counted."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hiresvis.errors import DataError, Problem
+
+IMAGE_EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp"})
+SYSTEM_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"})
+SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One image as its source names it, before labels become numbers."""
+
+    path: Path
+    name: str  # relative, forward slashes
+    row: str
+    label: str | None
+    group: str | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What one source holds. `folders` are all class folders, empty ones included."""
+
+    entries: tuple[Entry, ...]
+    folders: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a file or folder name is hidden (`.ipynb_checkpoints`, `._x.jpg`) or a system's own (`__MACOSX`, `Thumbs.db`)."""
+    return name.startswith(".") or name.lower() in SYSTEM_NAMES
+
+
+def is_image_name(name: str) -> bool:
+    """Whether the extension, in whatever case, is one that the decoder reads."""
+    return os.path.splitext(name)[1].lower() in IMAGE_EXTENSIONS
+
+
+def scan_class_folders(root: Path) -> Scan:
+    """Every image below `root/<class>/`, at any depth, sorted by relative path.
+
+    Raises:
+        DataError: there is no class folder, or the folders are splits rather than classes.
+    """
+    walk = _Walk(root)
+    top = walk.list_folder(root, "")
+    folders = tuple(name for name, is_folder in top if is_folder)
+    loose = [name for name, is_folder in top if not is_folder and is_image_name(name)]
+    if not folders:
+        found = f"{len(loose)} images and no folder" if loose else "nothing to read"
+        raise DataError([Problem(f"no class folders: found {found}; expected {root.name}/<class>/<image>, or a csv manifest", str(root))])
+    if len(folders) > 1 and {name.lower() for name in folders} <= SPLIT_NAMES:
+        raise DataError(
+            [Problem(f"its folders are splits, not classes: {', '.join(folders)}; name one of them, as in {root / folders[0]}", str(root))]
+        )
+    entries = [Entry(root / name, name, str(root / name), label) for label in folders for name in walk.images(root / label, f"{label}/")]
+    walk.count(name for name, is_folder in top if not is_folder and not is_image_name(name))
+    warnings = [f"{root}: {len(loose)} images outside any class folder are left out, the first is {loose[0]}"] if loose else []
+    entries.sort(key=lambda entry: entry.name)
+    return Scan(tuple(entries), folders, tuple(sorted(walk.ignored)), walk.skipped, tuple(warnings))
+
+
+def scan_unlabelled(paths: Sequence[Path]) -> Scan:
+    """Files as given (whatever they are called) and every image below the folders, in the order given."""
+    entries: list[Entry] = []
+    ignored: list[str] = []
+    skipped: Counter[str] = Counter()
+    for path in paths:
+        if path.is_dir():
+            walk = _Walk(path)
+            entries += [Entry(path / name, name, str(path / name), None) for name in sorted(walk.images(path, ""))]
+            ignored += walk.ignored
+            skipped += walk.skipped
+        else:
+            entries.append(Entry(path, path.name, str(path), None))
+    return Scan(tuple(entries), (), tuple(sorted(ignored)), skipped)
+
+
+class _Walk:
+    """One walk with its record of what was passed over. Links to folders are followed, circles are not."""
+
+    def __init__(self, root: Path) -> None:
+        self.ignored: list[str] = []
+        self.skipped: Counter[str] = Counter()
+        self._seen = {os.path.realpath(root)}
+
+    def list_folder(self, folder: Path, prefix: str) -> list[tuple[str, bool]]:
+        """(name, is a folder) of everything that is not ignored, sorted.
+
+        Raises:
+            DataError: the folder cannot be read.
+        """
+        try:
+            with os.scandir(folder) as found:
+                listing = sorted((entry.name, entry.is_dir()) for entry in found)
+        except OSError as error:
+            raise DataError([Problem(f"cannot be listed: {error.strerror}", str(folder))]) from error
+        self.ignored += [f"{prefix}{name}{'/' if is_folder else ''}" for name, is_folder in listing if is_ignored(name)]
+        return [(name, is_folder) for name, is_folder in listing if not is_ignored(name)]
+
+    def images(self, folder: Path, prefix: str) -> Iterator[str]:
+        """Relative names of the images at any depth.
+
+        A folder that is called like an image counts as one, so that the decoder can say what is wrong with it.
+        """
+        real = os.path.realpath(folder)
+        if real in self._seen and prefix:
+            return
+        self._seen.add(real)
+        for name, is_folder in self.list_folder(folder, prefix):
+            if is_image_name(name):
+                yield prefix + name
+            elif is_folder:
+                yield from self.images(folder / name, f"{prefix}{name}/")
+            else:
+                self.count([name])
+
+    def count(self, names: Iterable[str]) -> None:
+        """Counts files that are no images by name."""
+        self.skipped.update(os.path.splitext(name)[1].lower() or "(no extension)" for name in names)
