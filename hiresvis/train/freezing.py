@@ -1,0 +1,116 @@
+"""What is trained and what is not: frozen stages, a frozen body, frozen batch statistics, and the module modes that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from timm.models import group_parameters
+from timm.optim._param_groups import auto_group_layers  # timm's own answer for models that bring no group_matcher
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hiresvis.errors import Problem, RecipeError
+
+Freeze = Literal["none", "stem"] | int
+
+
+def freeze(model: nn.Module, freeze: Freeze) -> tuple[str, ...]:
+    """Takes the stem, or the stem and the first n stages, out of training.
+
+    Stages are timm's coarse parameter groups: the resolution levels of a pyramid, the blocks of a plain transformer. Follow with a
+    `TrainMode`, which keeps the frozen part in eval mode: its batch statistics and drop-path would otherwise go on.
+
+    Returns:
+        The names of the frozen parameters, in the model's order.
+
+    Raises:
+        RecipeError: more stages than the model has.
+    """
+    if freeze == "none":
+        return ()
+    wanted = 0 if freeze == "stem" else int(freeze)
+    layers = _coarse_layers(model)
+    head = {layers[name] for name in classifier_parameters(model) if name in layers}
+    num_stages = (min(head) if head else max(layers.values()) + 1) - 1
+    if not 0 <= wanted <= num_stages:
+        message = f"{wanted} stages to freeze, but the model has {num_stages}; give none, stem, or 0 to {num_stages}"
+        raise RecipeError([Problem(message, key="model.freeze")])
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if layers[name] <= wanted:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return tuple(frozen)
+
+
+def train_head_only(model: nn.Module) -> tuple[str, ...]:
+    """Takes everything but the classifier out of training; returns the names of the frozen parameters.
+
+    Raises:
+        RecipeError: the model has no classifier with parameters.
+    """
+    head = frozenset(classifier_parameters(model))
+    if not head:
+        raise RecipeError([Problem("head, but the model has no classifier to train; use full", key="model.adapt")])
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if name not in head:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return tuple(frozen)
+
+
+def freeze_norm(model: nn.Module) -> tuple[str, ...]:
+    """Puts BatchNorm layers into eval mode, so that their statistics stay; their weights go on training.
+
+    Returns:
+        The layers' names, to hand to `TrainMode` (model.train() alone would wake them again).
+    """
+    names = tuple(name for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    for name in names:
+        model.get_submodule(name).eval()
+    return names
+
+
+def classifier_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of timm's classifier (two of them in distilled models)."""
+    found = model.get_classifier() if hasattr(model, "get_classifier") else ()
+    parts = found if isinstance(found, tuple | list) else (found,)
+    owned = {id(parameter) for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in owned)
+
+
+class TrainMode:
+    """Calling it is `model.train()` for what is trained; frozen parts stay in eval mode (no drop-path, no new statistics).
+
+    Args:
+        model: with `requires_grad` already as it will be in training.
+        frozen_norm: names of further layers that stay in eval mode (from `freeze_norm`).
+    """
+
+    def __init__(self, model: nn.Module, *, frozen_norm: Iterable[str] = ()) -> None:
+        self._model = model
+        self._still = (*_frozen_modules(model), *(model.get_submodule(name) for name in frozen_norm))
+
+    def __call__(self) -> None:
+        self._model.train()
+        for module in self._still:
+            module.eval()
+
+
+def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest submodules that have parameters, none of them trained."""
+    parameters = list(module.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        yield module
+        return
+    for child in module.children():
+        yield from _frozen_modules(child)
+
+
+def _coarse_layers(model: nn.Module) -> dict[str, int]:
+    """Parameter name to layer number: 0 the stem, then the stages, then the head."""
+    if hasattr(model, "group_matcher"):
+        return group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+    return auto_group_layers(model)

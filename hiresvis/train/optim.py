@@ -1,0 +1,160 @@
+"""Optimizer, learning rate and schedule: each `auto` here is a value with its reason. What is trained at all is in `freezing`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.optim import Optimizer
+
+OptimizerName = Literal["adamw", "sgd"]
+ScheduleName = Literal["cosine", "constant"]
+
+# Learning rates at the reference batch of 64; how they follow the batch is in `auto_lr`.
+_REFERENCE_BATCH = 64
+_ADAMW_LR: Mapping[str, float] = {"full": 5e-4, "transformer": 1e-4, "scratch": 1e-3, "head": 5e-3}
+_SGD_LR: Mapping[str, float] = {"full": 0.01, "transformer": 0.01, "scratch": 0.025, "head": 0.1}
+_CASES: Mapping[str, str] = {
+    "full": "fine-tuning all layers",
+    "transformer": "fine-tuning a transformer without layer decay",
+    "scratch": "training from scratch",
+    "head": "training the classifier alone",
+}
+_FLOOR = 0.01  # the cosine ends at this share of the learning rate
+
+
+def build_optimizer(
+    model: nn.Module, *, name: OptimizerName, lr: float, weight_decay: float = 0.05, layer_decay: float | None = None
+) -> Optimizer:
+    """AdamW, or SGD with Nesterov momentum 0.9, over the parameters that require a gradient.
+
+    Norms, biases and what the model names in `no_weight_decay` are not decayed. With layer_decay, a group's `lr_scale` is layer_decay to
+    the power of its layer's distance from the head; `Schedule.apply` multiplies by it. The fused kernels are taken, on CPU as on CUDA:
+    the foreach ones allocate temporaries as large as the trained parameters, and the optimizer step could become the peak.
+
+    Raises:
+        ValueError: an unknown name, or no parameter requires a gradient.
+    """
+    if name not in ("adamw", "sgd"):
+        raise ValueError(f"optimizer {name!r} is not one of adamw, sgd")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: nothing would be trained")
+    optimizer = create_optimizer_v2(model, opt=name, lr=lr, weight_decay=weight_decay, momentum=0.9, layer_decay=layer_decay, fused=True)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)  # until the schedule sets it; timm's optimizers do not apply the scale
+    return optimizer
+
+
+def is_transformer(model: nn.Module) -> bool:
+    """Whether the model is a stack of equal attention blocks (ViT, DeiT, BEiT, EVA, ...). Pyramids such as Swin are not: their stages
+    differ in width, and their fine-tuning recipes do not decay by layer or only a little."""
+    blocks = getattr(model, "blocks", None)
+    return isinstance(blocks, nn.ModuleList | nn.Sequential) and len(blocks) > 0 and all(hasattr(block, "attn") for block in blocks)
+
+
+def auto_lr(
+    name: OptimizerName, *, batch: int, pretrained: bool, adapt: str = "full", transformer: bool = False, layer_decay: float | None = None
+) -> tuple[float, str]:
+    """A learning rate and its reason.
+
+    AdamW scales with the square root of the batch (Malladi et al. 2022, "On the SDEs and scaling rules for adaptive gradient
+    algorithms"), SGD linearly (Goyal et al. 2017). The bases at batch 64: AdamW 5e-4 for fine-tuning (with layer decay as in MAE and BEiT,
+    He et al. 2022), 1e-4 where a transformer is fine-tuned without layer decay, 1e-3 from scratch (DeiT and ConvNeXt at their batches,
+    rescaled); SGD 0.01 for fine-tuning (the middle of the best range in Kornblith et al. 2019, "Do better ImageNet models transfer
+    better?"), 0.1 per 256 from scratch (Goyal). A new linear classifier alone bears ten times more.
+
+    Args:
+        batch: what the optimizer sees.
+        adapt: "full" or "head".
+        transformer: `is_transformer(model)`.
+    """
+    if adapt == "head":
+        case = "head"
+    elif not pretrained:
+        case = "scratch"
+    elif transformer and layer_decay is None:
+        case = "transformer"
+    else:
+        case = "full"
+    ratio = batch / _REFERENCE_BATCH
+    if name == "adamw":
+        base, factor, rule = _ADAMW_LR[case], math.sqrt(ratio), f"sqrt({batch}/{_REFERENCE_BATCH})"
+    else:
+        base, factor, rule = _SGD_LR[case], ratio, f"{batch}/{_REFERENCE_BATCH}"
+    value = float(f"{base * factor:.3g}")  # what is printed is what is used
+    return value, f"{name}, {_CASES[case]}: {base:g} x {rule}"
+
+
+def auto_layer_decay(model: nn.Module, *, pretrained: bool = True) -> tuple[float | None, str]:
+    """Layer-wise learning-rate decay and its reason: 0.75 for pretrained transformers (BEiT, Bao et al. 2022; MAE, He et al. 2022)."""
+    if not pretrained:
+        return None, "no pretrained layers to keep"
+    if is_transformer(model):
+        return 0.75, "pretrained transformer: early layers move less (BEiT, MAE)"
+    return None, "not a plain transformer: all layers share the learning rate"
+
+
+def warmup_steps(warmup: float | int | str, steps: int) -> int:
+    """Optimizer steps of warm-up.
+
+    Args:
+        warmup: "5%" or a float below 1: a share of steps; an int (or a float of at least 1): steps.
+
+    Raises:
+        ValueError: negative, or not less than steps.
+    """
+    if isinstance(warmup, str):
+        text = warmup.strip()
+        warmup = float(text[:-1]) / 100 if text.endswith("%") else int(text)
+    count = round(warmup * steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
+    if not 0 <= count < max(steps, 1):
+        raise ValueError(f"warmup {warmup} is {count} steps, not between 0 and the run's {steps} steps")
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate as a pure function of the optimizer step: nothing to save, nothing to get out of step on resume.
+
+    Attributes:
+        lr: the peak.
+        kind: cosine (to 1% of lr at the last step) or constant.
+        warmup: steps of linear rise from lr / (warmup + 1).
+        steps: of the whole run.
+    """
+
+    lr: float
+    kind: ScheduleName
+    warmup: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, from 0. Steps after the last one keep its rate."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / (self.warmup + 1)
+        if self.kind == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
+        return self.lr * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Sets every group's learning rate (times its `lr_scale`) for this step and returns the unscaled one."""
+        lr = self.at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr
+
+
+def build_schedule(*, lr: float, schedule: ScheduleName, warmup: float | int | str, steps: int) -> Schedule:
+    """The schedule of a run of `steps` optimizer steps.
+
+    Raises:
+        ValueError: an unknown schedule, or a warm-up that does not fit in steps.
+    """
+    if schedule not in ("cosine", "constant"):
+        raise ValueError(f"schedule {schedule!r} is not one of cosine, constant")
+    return Schedule(lr=lr, kind=schedule, warmup=warmup_steps(warmup, steps), steps=steps)
