@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -109,6 +108,21 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise EnvironmentFailed(_disk_message("weights", path, error, "an earlier file of this name is kept")) from error
+
+
+def read_weights_metadata(path: Path) -> dict[str, str]:
+    """What `save_weights` noted in the file; empty when there is no such file.
+
+    Raises:
+        RunFolderError: the file is not safetensors.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise RunFolderError(f"{path}: not readable as safetensors ({error}); move it away and resume again.") from error
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

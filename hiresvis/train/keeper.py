@@ -1,0 +1,95 @@
+"""A run's files: the snapshot to resume from, and the best and the last weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from hiresvis.errors import RunFolderError
+from hiresvis.train.progress import Progress
+from hiresvis.train.snapshot import Snapshot, read_weights_metadata, save_snapshot, save_weights
+from hiresvis.train.state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng, with_prefix, without_prefix
+from hiresvis.train.step import TrainStep
+
+
+class Keeper:
+    """Saves and restores one run.
+
+    Args:
+        step: its model, optimizer and loss scaler are what is saved.
+        run_dir: `snapshot/` and `weights/` are written there.
+    """
+
+    def __init__(self, step: TrainStep, run_dir: Path) -> None:
+        self.snapshot_dir = run_dir / "snapshot"
+        self._step = step
+        self._best, self._last = run_dir / "weights" / "best.safetensors", run_dir / "weights" / "last.safetensors"
+
+    def save(self, progress: Progress) -> None:
+        """Saves everything that the next step depends on.
+
+        Raises:
+            EnvironmentFailed: not saved; the previous snapshot is intact.
+        """
+        optimizer, optimizer_state = pack_optimizer(self._step.optimizer)
+        rng, rng_state = pack_rng()
+        model = self._step.model.state_dict()
+        tensors = {**with_prefix("model", model), **with_prefix("optimizer", optimizer), **with_prefix("rng", rng)}
+        state = {"progress": asdict(progress), "optimizer": optimizer_state, "scaler": self._step.state_dict(), "rng": rng_state}
+        save_snapshot(self.snapshot_dir, tensors=tensors, state=state)
+
+    def restore(self, snapshot: Snapshot, *, metric: str, num_steps: int) -> Progress:
+        """Puts model, optimizer and scaler back (the random state waits for `restore_rng`) and returns where the run was.
+
+        Raises:
+            RunFolderError: the snapshot is of another model, optimizer or number of steps an epoch.
+        """
+        state = snapshot.state
+        progress = Progress(**state["progress"])
+        if progress.num_steps != num_steps:
+            raise RunFolderError(
+                f"the snapshot was made with {progress.num_steps} optimizer steps an epoch, this run has {num_steps}: train.batch or the "
+                "training set was changed. Resume with the run's own recipe and data, or start a new run folder."
+            )
+        try:
+            self._step.model.load_state_dict(without_prefix("model", snapshot.tensors))
+        except RuntimeError as error:
+            raise RunFolderError(
+                f"the snapshot is of another model: {error}\nResume with the run's own recipe, or start a new run folder."
+            ) from error
+        unpack_optimizer(self._step.optimizer, without_prefix("optimizer", snapshot.tensors), state["optimizer"])
+        self._step.load_state_dict(state["scaler"])
+        if progress.metric != metric:  # values of another metric do not compare
+            progress.metric, progress.best_value, progress.best_epoch, progress.epochs_since_best = metric, None, 0, 0
+        self._adopt_best(progress)
+        return progress
+
+    @staticmethod
+    def restore_rng(snapshot: Snapshot) -> None:
+        """Puts the random state back."""
+        unpack_rng(without_prefix("rng", snapshot.tensors), snapshot.state["rng"])
+
+    def save_best(self, progress: Progress, value: float) -> None:
+        """Writes the best weights, with the epoch and the value that they are the best by.
+
+        Raises:
+            EnvironmentFailed: not written; earlier best weights are intact.
+        """
+        note = {"epoch": str(progress.epoch), "metric": progress.metric, "value": repr(value)}
+        save_weights(self._best, self._step.model.state_dict(), metadata=note)
+
+    def save_last(self, progress: Progress) -> None:
+        """Writes the present weights.
+
+        Raises:
+            EnvironmentFailed: not written; earlier last weights are intact.
+        """
+        save_weights(self._last, self._step.model.state_dict(), metadata={"epoch": str(progress.epoch)})
+
+    def _adopt_best(self, progress: Progress) -> None:
+        """The file is the truth about best weights: it can be newer than the snapshot (killed in between) or gone."""
+        note = read_weights_metadata(self._best)
+        if note.get("metric") == progress.metric:
+            progress.best_value, progress.best_epoch = float(note["value"]), int(note["epoch"])
+        else:
+            progress.best_value, progress.best_epoch = None, 0

@@ -1,0 +1,73 @@
+"""Where a run is, and where it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to stop and when to save.
+
+    Attributes:
+        epochs: in all, those before a resume included.
+        early_stop: epochs without a better metric after which the run ends; None: never.
+        max_time: seconds since this start (a resumed run has its time anew), checked after each step; None: no limit.
+        save_every: seconds between snapshots within an epoch; None: at epoch ends only.
+    """
+
+    epochs: int
+    early_stop: int | None = None
+    max_time: float | None = None
+    save_every: float | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a snapshot keeps beside tensors, as JSON values.
+
+    Attributes:
+        metric: the one that decides which epoch is best.
+        num_steps: optimizer steps an epoch.
+        epoch: the one under way, from 1.
+        step: steps done in it; equal to num_steps while it waits for its evaluation.
+        loss_sum: over loss_images, the images of this epoch's applied steps.
+        num_images: of this epoch, those of skipped steps included.
+        seconds: of this epoch's steps.
+        best_value, best_epoch: of the weights in best.safetensors; None and 0 while there are none.
+        total_seconds: of all earlier starts up to their last snapshot.
+        history: one row per finished epoch.
+    """
+
+    metric: str
+    num_steps: int
+    epoch: int = 1
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_images: int = 0
+    num_images: int = 0
+    seconds: float = 0.0
+    best_value: float | None = None
+    best_epoch: int = 0
+    epochs_since_best: int = 0
+    num_non_finite: int = 0
+    non_finite_in_a_row: int = 0
+    total_seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done in the whole run, skipped ones included."""
+        return (self.epoch - 1) * self.num_steps + self.step
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss over the epoch so far; NaN when no step was applied."""
+        return self.loss_sum / self.loss_images if self.loss_images else float("nan")
+
+    def next_epoch(self) -> None:
+        """Opens the next epoch."""
+        self.epoch += 1
+        self.step = self.loss_images = self.num_images = 0
+        self.loss_sum = self.seconds = 0.0

@@ -1,0 +1,388 @@
+"""The training loop: epochs of steps, evaluation, best weights, snapshots and a clean stop, told as a stream of events.
+
+A run of N steps equals k steps, a snapshot, and N - k steps after resuming, bit for bit on the CPU, also in the middle of an epoch: the
+data order follows from (seed, epoch), the learning rate from the step number, and the snapshot holds all the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hiresvis.errors import EnvironmentFailed, Interrupted, TrainingFailed
+from hiresvis.run.events import (
+    EpochDone,
+    EpochStarted,
+    Evaluated,
+    EvaluationStep,
+    Event,
+    Notice,
+    RunFinished,
+    RunInterrupted,
+    SnapshotSaved,
+    StepDone,
+)
+from hiresvis.train.batches import fetch
+from hiresvis.train.evaluate import Evaluation, evaluation_steps
+from hiresvis.train.keeper import Keeper
+from hiresvis.train.metrics import is_better
+from hiresvis.train.optim import Schedule
+from hiresvis.train.progress import Limits, Progress
+from hiresvis.train.snapshot import Snapshot
+from hiresvis.train.step import StepOutcome, TrainStep
+from hiresvis.train.stop import StopRequest
+
+NON_FINITE_IN_A_ROW = 5  # skipped steps in a row after which going on only wastes time
+_NAMES_SHOWN = 8
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One batch whose gradient is accumulated."""
+
+    started: float
+    waited: float = 0.0
+    indices: list[int] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains to the limits and yields what happens.
+
+    Args:
+        step: model, optimizer, loss and precision.
+        train_loader: `set_epoch(epoch, first_batch)`, `len()` in optimizer steps an epoch, items with images, targets, indices,
+            batch_images, closes_batch; `skipped`, a list of (path, reason), where it has one.
+        val_loader: `len()` and items likewise.
+        schedule: learning rate of each optimizer step, counted from 0 over the whole run.
+        train_mode: puts the model in train mode, frozen parts left in eval (`TrainMode`).
+        limits: when to stop and to save.
+        metric: the one of `metrics.METRICS` that decides which epoch is best.
+        run_dir: `weights/` and `snapshot/` are written there.
+        stop: asked for a stop, by signals or by hand.
+        memory_bytes: peak memory in use so far.
+        name_of: a training sample's index to its path, for messages. val_name_of: likewise for validation rows.
+        predicted_peak_bytes: passed through to RunFinished.
+        resume_command: passed through to RunInterrupted.
+        clock: seconds that only go forward. wall_clock: seconds since 1970, the events' time.
+
+    Attributes:
+        progress: where the run is.
+        best_evaluation: of the best weights, where this process made it.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        train_loader: Any,
+        val_loader: Any,
+        schedule: Schedule,
+        train_mode: Callable[[], None],
+        limits: Limits,
+        metric: str,
+        run_dir: Path,
+        stop: StopRequest | None = None,
+        memory_bytes: Callable[[], int] = lambda: 0,
+        name_of: Callable[[int], str] = str,
+        val_name_of: Callable[[int], str] = str,
+        predicted_peak_bytes: int = 0,
+        resume_command: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.progress = Progress(metric=metric, num_steps=len(train_loader))
+        self.best_evaluation: Evaluation | None = None
+        self._step, self._train_loader, self._val_loader = step, train_loader, val_loader
+        self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
+        self._keeper = Keeper(step, run_dir)
+        self._stop = StopRequest() if stop is None else stop
+        self._memory_bytes, self._name_of, self._val_name_of = memory_bytes, name_of, val_name_of
+        self._predicted_peak_bytes, self._resume_command = predicted_peak_bytes, resume_command
+        self._clock, self._wall_clock = clock, wall_clock
+        self._snapshot: Snapshot | None = None  # whose random state fit has to put back
+        self._saved_at: tuple[int, int] | None = None
+        self._started = self._last_save = self._last_count = 0.0
+        self._peak_bytes = self._num_skipped_told = 0
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes up a run where its snapshot left it. The random state is put back when `fit` begins: building loaders may draw from it.
+
+        Raises:
+            RunFolderError: the snapshot is of another model, optimizer or number of steps an epoch.
+        """
+        self.progress = self._keeper.restore(snapshot, metric=self.progress.metric, num_steps=self.progress.num_steps)
+        self._snapshot = snapshot
+        self._saved_at = (self.progress.epoch, self.progress.step)
+
+    def fit(self) -> Iterator[Event]:
+        """Trains from where the run is to a limit.
+
+        Yields:
+            EpochStarted, StepDone, EvaluationStep, Evaluated, EpochDone, SnapshotSaved and Notice as they happen, then RunFinished;
+            or RunInterrupted after the state was saved.
+
+        Raises:
+            Interrupted: a stop was requested.
+            TrainingFailed: several steps in a row were non-finite.
+        """
+        with self._stop:
+            self._started = self._last_save = self._last_count = self._clock()
+            if self._snapshot is not None:
+                self._keeper.restore_rng(self._snapshot)
+                self._snapshot = None
+            yield from self._epochs()
+
+    def _epochs(self) -> Iterator[Event]:
+        progress, limits = self.progress, self._limits
+        reason = "completed"
+        while progress.epoch <= limits.epochs:
+            if limits.early_stop is not None and progress.epochs_since_best >= limits.early_stop:
+                reason = "early_stop"
+                break
+            if self._stop.requested:
+                yield from self._interrupt()
+            yield from self._train_epoch()
+            complete = progress.step >= progress.num_steps
+            evaluated = yield from self._evaluate(complete)
+            yield from self._tried(self._keeper.save_last, progress)
+            if complete:
+                yield self._close_epoch(evaluated)
+            yield from self._save()
+            if not complete or (self._out_of_time() and progress.epoch <= limits.epochs):
+                reason = "max_time"
+                break
+        yield self._finished(reason)
+
+    def _train_epoch(self) -> Iterator[Event]:
+        """Steps until the epoch or the time is over."""
+        progress = self.progress
+        yield EpochStarted(time=self._wall_clock(), epoch=progress.epoch, num_steps=progress.num_steps, first_step=progress.step + 1)
+        if progress.step >= progress.num_steps:  # it was interrupted in evaluation
+            return
+        self._train_loader.set_epoch(progress.epoch, first_batch=progress.step)
+        self._train_mode()
+        with closing(self._accumulated_batches()) as batches:  # workers end with the loop, however it ends
+            yield from self._steps(batches)
+        complete = progress.step == progress.num_steps
+        assert complete or self._out_of_time(), f"the loader gave {progress.step} batches, where its length is {progress.num_steps}"
+
+    def _steps(self, batches: Iterable[_Batch]) -> Iterator[Event]:
+        progress = self.progress
+        for batch in batches:
+            lr = self._schedule.apply(self._step.optimizer, progress.global_step)
+            outcome = self._step.apply() if batch.indices else None  # all files of the batch were skipped
+            progress.step += 1
+            yield self._step_done(batch, outcome, lr)
+            yield from self._skipped_files()
+            if outcome is not None and not outcome.applied:
+                yield from self._skipped_step(batch, outcome, lr)
+            if self._stop.requested:
+                yield from self._interrupt()
+            if progress.step < progress.num_steps and self._out_of_time():
+                return
+            if self._limits.save_every is not None and self._clock() - self._last_save >= self._limits.save_every:
+                yield from self._save()
+
+    def _accumulated_batches(self) -> Generator[_Batch, None, None]:
+        batch = _Batch(started=self._clock())
+        items = fetch(self._train_loader)
+        while True:
+            before = self._clock()
+            item = next(items, None)
+            if item is None:
+                return
+            batch.waited += self._clock() - before
+            if len(item.indices):  # a micro-batch is empty where all its files were skipped
+                self._step.accumulate(item.images, item.targets, batch_images=item.batch_images)
+                batch.indices.extend(int(index) for index in item.indices)
+            closes = item.closes_batch
+            del item  # the images are not held while the optimizer steps
+            if closes:
+                yield batch
+                batch = _Batch(started=self._clock())
+
+    def _step_done(self, batch: _Batch, outcome: StepOutcome | None, lr: float) -> StepDone:
+        progress, num_images = self.progress, len(batch.indices)
+        seconds = self._clock() - batch.started
+        progress.seconds += seconds
+        progress.num_images += num_images
+        if outcome is not None and outcome.applied:
+            progress.loss_sum += outcome.loss * num_images
+            progress.loss_images += num_images
+            progress.non_finite_in_a_row = 0
+        elif outcome is not None and not outcome.scale_lowered:
+            progress.num_non_finite += 1
+            progress.non_finite_in_a_row += 1
+        return StepDone(
+            time=self._wall_clock(),
+            epoch=progress.epoch,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            loss=outcome.loss if outcome else math.nan,
+            lr=lr,
+            grad_norm=outcome.grad_norm if outcome else math.nan,
+            num_images=num_images,
+            step_ms=seconds * 1e3,
+            data_wait_ms=batch.waited * 1e3,
+            memory_bytes=self._memory(),
+            num_skipped=len(getattr(self._train_loader, "skipped", ())),
+            num_non_finite=progress.num_non_finite,
+        )
+
+    def _skipped_files(self) -> Iterator[Notice]:
+        for path, reason in list(getattr(self._train_loader, "skipped", ()))[self._num_skipped_told :]:
+            self._num_skipped_told += 1
+            yield self._notice("warning", f"skipped {path}: {reason}")
+
+    def _skipped_step(self, batch: _Batch, outcome: StepOutcome, lr: float) -> Iterator[Notice]:
+        """Names the samples of a step that was not taken.
+
+        Raises:
+            TrainingFailed: it is one too many in a row.
+        """
+        progress = self.progress
+        place = f"epoch {progress.epoch}, step {progress.step}"
+        if outcome.scale_lowered:
+            yield self._notice("info", f"{place}: fp16 gradients overflowed; the step was skipped and the loss scale lowered")
+            return
+        if outcome.non_finite:
+            what, indices = f"loss {outcome.loss}", [batch.indices[position] for position in outcome.non_finite]
+        else:
+            what, indices = f"gradient norm {outcome.grad_norm} from a finite loss", batch.indices
+        names = [self._name_of(index) for index in indices[:_NAMES_SHOWN]]
+        more = f" and {len(indices) - _NAMES_SHOWN} more" if len(indices) > _NAMES_SHOWN else ""
+        yield self._notice("warning", f"{place}: {what}; the step was skipped. Samples: {', '.join(names)}{more}")
+        if progress.non_finite_in_a_row >= NON_FINITE_IN_A_ROW:
+            precision = self._step.precision
+            other = "" if precision == "fp32" else f", memory.precision=fp32 (it is {precision})"
+            raise TrainingFailed(
+                f"{progress.non_finite_in_a_row} optimizer steps in a row were not finite, the last in {place}, at learning rate {lr:.3g}. "
+                f"Try optim.lr={lr / 10:.1g}{other}, or look at the samples named above. "
+                "None of them was applied: the last snapshot, where there is one, can be resumed."
+            )
+
+    def _evaluate(self, complete: bool) -> Generator[Event, None, Evaluated]:
+        """Evaluates, keeps the weights when they are the best. An epoch cut short does not count against early stopping."""
+        progress = self.progress
+        steps = evaluation_steps(self._step, self._val_loader, name_of=self._val_name_of)
+        evaluation: Evaluation | None = None
+        while evaluation is None:
+            try:
+                done, num_steps = next(steps)
+            except StopIteration as stopped:
+                evaluation = stopped.value
+                break
+            yield EvaluationStep(time=self._wall_clock(), epoch=progress.epoch, step=done, num_steps=num_steps)
+            if self._stop.requested:
+                steps.close()
+                yield from self._interrupt()
+        value = evaluation.metrics[progress.metric]
+        # An epoch done again after a crash between best weights and snapshot ties with itself, and must count as it did.
+        again = progress.epoch == progress.best_epoch and value == progress.best_value
+        better = again or is_better(progress.metric, value, progress.best_value)
+        failures = list(self._tried(self._keeper.save_best, progress, value)) if better else []
+        yield from failures
+        kept = better and not failures  # else the file still holds the earlier best
+        if kept:
+            progress.best_value, progress.best_epoch = value, progress.epoch
+            self.best_evaluation = evaluation
+        if complete:
+            progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
+        evaluated = Evaluated(
+            time=self._wall_clock(),
+            epoch=progress.epoch,
+            split="val",
+            loss=evaluation.loss,
+            metrics=dict(evaluation.metrics),
+            metric=progress.metric,
+            value=value,
+            is_best=kept,
+            best_value=math.nan if progress.best_value is None else progress.best_value,
+            best_epoch=progress.best_epoch,
+        )
+        yield evaluated
+        return evaluated
+
+    def _close_epoch(self, evaluated: Evaluated) -> EpochDone:
+        progress = self.progress
+        lr = self._schedule.at(progress.global_step - 1)
+        row = {"epoch": progress.epoch, "train_loss": progress.train_loss, "val_loss": evaluated.loss, progress.metric: evaluated.value}
+        progress.history.append(row)
+        done = EpochDone(
+            time=self._wall_clock(),
+            epoch=progress.epoch,
+            train_loss=progress.train_loss,
+            lr=lr,
+            seconds=progress.seconds,
+            images_per_second=progress.num_images / progress.seconds if progress.seconds else 0.0,
+        )
+        progress.next_epoch()
+        return done
+
+    def _save(self) -> Iterator[Event]:
+        """A snapshot of this point. A failing disk is told, and training goes on with the previous one."""
+        progress = self.progress
+        now = self._clock()
+        progress.total_seconds += now - self._last_count
+        self._last_count = self._last_save = now  # after a failure, too: the next try is at the next interval
+        failures = list(self._tried(self._keeper.save, progress))
+        yield from failures
+        if not failures:
+            self._saved_at = (progress.epoch, progress.step)
+            yield SnapshotSaved(time=self._wall_clock(), epoch=progress.epoch, step=progress.step, path=str(self._keeper.snapshot_dir))
+
+    def _tried(self, save: Callable[..., None], *args: Any) -> Iterator[Notice]:
+        """A notice when saving fails."""
+        try:
+            save(*args)
+        except EnvironmentFailed as error:
+            yield self._notice("error", str(error))
+
+    def _interrupt(self) -> Iterator[Event]:
+        """Saves and leaves.
+
+        Raises:
+            Interrupted: always.
+        """
+        progress = self.progress
+        if self._saved_at != (progress.epoch, progress.step):
+            yield from self._save()
+        saved = self._saved_at == (progress.epoch, progress.step)
+        name = self._stop.signal_name
+        yield RunInterrupted(
+            time=self._wall_clock(), signal=name, epoch=progress.epoch, step=progress.step, resume_command=self._resume_command
+        )
+        state = "the state was saved" if saved else "the state could not be saved, an earlier snapshot may remain"
+        way_on = f"; go on with: {self._resume_command}" if self._resume_command else ""
+        where = f"epoch {progress.epoch}, step {progress.step} of {progress.num_steps}"
+        raise Interrupted(f"stopped by {name} in {where}; {state}{way_on}", exit_code=self._stop.exit_code)
+
+    def _finished(self, reason: str) -> RunFinished:
+        progress = self.progress
+        return RunFinished(
+            time=self._wall_clock(),
+            reason=reason,
+            epochs=progress.epoch - 1,
+            metric=progress.metric,
+            best_value=math.nan if progress.best_value is None else progress.best_value,
+            best_epoch=progress.best_epoch,
+            predicted_peak_bytes=self._predicted_peak_bytes,
+            measured_peak_bytes=self._memory(),
+            num_skipped=len(getattr(self._train_loader, "skipped", ())),
+            seconds=progress.total_seconds + self._clock() - self._last_count,
+        )
+
+    def _memory(self) -> int:
+        self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
+        return self._peak_bytes
+
+    def _out_of_time(self) -> bool:
+        return self._limits.max_time is not None and self._clock() - self._started >= self._limits.max_time
+
+    def _notice(self, level: str, text: str) -> Notice:
+        return Notice(time=self._wall_clock(), level=level, text=text)
