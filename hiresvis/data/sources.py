@@ -268,11 +268,11 @@ def _class_names(scan: Scan, train: Path, given: Sequence[str] | None, findings:
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         raise DataError([Problem(f"given twice: {', '.join(twice)}", key="data.classes")])
-    for name in names:
-        if not found[name]:
-            findings.append(
-                Problem(f"class {name!r} has no images; it stays a class, and the model cannot learn it", str(train), "data.train")
-            )
+    findings += [
+        Problem(f"class {name!r} has no images; it stays a class, and the model cannot learn it", str(train), "data.train")
+        for name in names
+        if not found[name]
+    ]
     if len(names) == 1:
         findings.append(Problem(f"{names[0]!r} is the only class; a classifier needs two", str(train), "data.train"))
     return names

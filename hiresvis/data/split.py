@@ -30,10 +30,9 @@ def split_fraction(scan: Scan, fraction: float, classes: Sequence[str], *, seed:
     held = _hold_groups(ordered, fraction, seed) if grouped else _hold_samples(ordered, fraction, classes, seed)
     if not held:
         count = len({entry.group for entry in ordered}) if grouped else len(ordered)
-        raise DataError(
-            [Problem(f"{count} {'groups' if grouped else 'images'} cannot give a validation share of {fraction:g} and leave every class in train; "
-                     "give data.val a path", place, "data.val")]
-        )  # fmt: skip
+        what = f"{count} {'groups' if grouped else 'images'}"
+        reason = f"{what} cannot give a validation share of {fraction:g} and leave every class in train; give data.val a path"
+        raise DataError([Problem(reason, place, "data.val")])
     train = tuple(entry for entry in scan.entries if entry.name not in held)
     val = tuple(entry for entry in scan.entries if entry.name in held)
     notes = []

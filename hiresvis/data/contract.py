@@ -1,0 +1,130 @@
+"""The preprocessing contract: the one description of classes and pixels that training writes and evaluate, predict and export read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiresvis.data.decode import decode
+from hiresvis.data.transforms import Preprocess, Scale
+from hiresvis.errors import DataError, Problem, RunFolderError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """All that turns a file into the model's input and its output into names. Written as contract.json; read back, it gives the same bits.
+
+    Attributes:
+        classes: names in the order of the outputs.
+        image_size: (height, width).
+        fit: "resize" or "letterbox".
+        background: RGB, 0 to 255, under transparent pixels and around letterboxed images.
+        channels: of the model's input.
+        scale: number range.
+        mean, std: one a channel, for values of 0 to 1.
+        interpolation: for enlarging; shrinking averages areas.
+        max_pixels: larger images are refused.
+        version: of this format.
+    """
+
+    classes: tuple[str, ...]
+    image_size: tuple[int, int]
+    fit: str
+    background: tuple[int, int, int]
+    channels: int
+    scale: Scale
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    max_pixels: int
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        assert len(self.mean) == len(self.std) == self.channels, (self.mean, self.std, self.channels)
+
+    def preprocess(self) -> Preprocess:
+        """The deterministic pixel part."""
+        return Preprocess(self.image_size, self.fit, self.background, self.channels, self.scale, self.interpolation)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Contract:
+        """The contract that `to_json` wrote.
+
+        Raises:
+            ValueError: another version, or keys that do not belong.
+        """
+        if values.get("version") != VERSION:
+            raise ValueError(f"version {values.get('version')} and this release reads {VERSION}; use the release that wrote it")
+        names = {item.name for item in fields(cls)}
+        if set(values) != names:
+            raise ValueError(f"keys differ: missing {sorted(names - set(values))}, unknown {sorted(set(values) - names)}")
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(**{**plain, "scale": Scale(**values["scale"])})
+
+    @classmethod
+    def read(cls, path: Path) -> Contract:
+        """The contract of a run.
+
+        Raises:
+            RunFolderError: the file is missing, is not JSON, or is of another version.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{path} is missing; {path.parent} is not the folder of a finished run") from error
+        except (OSError, ValueError, TypeError, AssertionError) as error:
+            raise RunFolderError(f"{path} cannot be read: {error}") from error
+
+
+def load_image(path: Path, preprocess: Preprocess, *, max_pixels: int) -> np.ndarray:
+    """One file to (h, w, channels), uint8 or float32 in 0 to 1. The one way in for training, evaluation and prediction.
+
+    Raises:
+        DataError: with the path and the reason.
+    """
+    array = decode(path, max_pixels=max_pixels, background=preprocess.background, draft_px=preprocess.draft_px)
+    try:
+        return preprocess(array)
+    except DataError as error:
+        raise DataError([Problem(problem.message, str(path), problem.key) for problem in error.problems]) from error
+
+
+def make_prepare(contract: Contract, device: torch.device, channels_last: bool) -> Callable[[Tensor], Tensor]:
+    """What the device does with a batch that arrives as bytes.
+
+    Returns:
+        a function from (b, h, w, c) uint8 or float32 in 0 to 1, on any device, to (b, c, h, w) float32 on `device`, normalised with
+        the contract's mean and std, in channels-last memory or not.
+    """
+    mean = torch.tensor(contract.mean, dtype=torch.float32, device=device)
+    std = torch.tensor(contract.std, dtype=torch.float32, device=device)
+    factor, offset = (1 / std).view(-1, 1, 1), (-mean / std).view(-1, 1, 1)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    @torch.no_grad()
+    def prepare(images: Tensor) -> Tensor:
+        moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous(memory_format=layout)  # while it is still bytes
+        values = moved.to(torch.float32, copy=True)
+        return values.mul_(factor / 255 if images.dtype == torch.uint8 else factor).add_(offset)
+
+    return prepare
+
+
+def statistics_for(mean: Sequence[float], std: Sequence[float], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std for another number of channels than the weights were made with: their average, for each."""
+    if len(mean) == channels:
+        return tuple(mean), tuple(std)
+    return (sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels

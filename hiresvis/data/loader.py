@@ -1,0 +1,390 @@
+"""Batches in a fixed order: what a step sees depends on (seed, epoch, batch) alone, not on workers, start method or resume.
+
+A batch of the optimizer is cut into micro-batches of nearly equal size, and each micro-batch is decoded as one task in one worker
+process (or here, with workers=0). The order and every sample's seed are drawn in the main process and travel with the task, so worker
+processes hold no random state. Images travel as bytes, channels last; the device makes numbers of them (`contract.make_prepare`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from hiresvis.data.contract import load_image
+from hiresvis.data.sources import Sample
+from hiresvis.data.transforms import Pipeline, Preprocess, sample_seed
+from hiresvis.errors import DataError, EnvironmentFailed, Problem
+from hiresvis.units import format_size
+
+PREFETCH = 2  # micro-batches ready or in work per worker; more hides nothing and holds memory
+_NO_LABEL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward takes.
+
+    Attributes:
+        images: (b, h, w, c), uint8, or float32 in 0 to 1.
+        targets: (b,) int64; -1 where the label is not known.
+        indices: positions in the loader's samples.
+        batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
+            bad_images=skip unreadable files are left out of the count.
+        closes_batch: this is the last part; the optimizer steps after it.
+        batch_index: which batch of the epoch, from 0.
+    """
+
+    images: Tensor
+    targets: Tensor
+    indices: tuple[int, ...]
+    batch_images: int
+    closes_batch: bool
+    batch_index: int = 0
+
+    def pin_memory(self) -> MicroBatch:
+        """A copy in page-locked memory (called by torch's loader)."""
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+
+
+class TrainLoader:
+    """Seeded, shuffled micro-batches of one epoch after another.
+
+    `len()` is the number of batches in a whole epoch; the last, smaller batch is kept. With bad_images="skip" an unreadable file is left
+    out and listed in `skipped`: its batch is smaller by one and nothing takes its place. All parts of a batch are then held until the
+    last is decoded, because the true size of the batch has to be known at its first part. A batch without one readable image comes as
+    one empty micro-batch (no indices, batch_images 0), so that batches keep their numbers.
+
+    Args:
+        samples: with labels.
+        pipeline: preprocessing and augmentation.
+        max_pixels: larger images are refused.
+        batch: images a step of the optimizer sees.
+        micro_batch: the most images in one part.
+        seed: of order and augmentation.
+        workers: processes; 0 decodes here.
+        bad_images: "error" or "skip".
+        pin: page-locked memory, for GPUs.
+        start_method: fork, spawn or forkserver; None: the platform's own.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        pipeline: Pipeline,
+        *,
+        max_pixels: int,
+        batch: int,
+        micro_batch: int,
+        seed: int,
+        workers: int = 0,
+        bad_images: str = "error",
+        pin: bool = False,
+        start_method: str | None = None,
+    ) -> None:
+        assert bad_images in ("error", "skip"), bad_images
+        assert batch >= 1, batch
+        self.samples = tuple(samples)
+        self.batch = batch
+        self.skipped: list[tuple[str, str]] = []
+        self._seed = seed
+        self._skip = bad_images == "skip"
+        self._epoch, self._first_batch = 0, 0
+        self.set_micro_batch(micro_batch)
+        source = _ImageSource(self.samples, pipeline, max_pixels, seed, self._skip)
+        self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.batch)
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """Chooses the epoch that the next iteration gives, from `first_batch` on (resume inside an epoch)."""
+        self._epoch, self._first_batch = epoch, first_batch
+
+    def set_micro_batch(self, micro_batch: int) -> None:
+        """Changes the size of the parts; batches, order and seeds stay as they are."""
+        assert micro_batch >= 1, micro_batch
+        self.micro_batch = micro_batch
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """The epoch's micro-batches.
+
+        Raises:
+            DataError: an unreadable file, with path and row (bad_images="error").
+            EnvironmentFailed: a worker process died.
+        """
+        results = self._engine.run(self._tasks())
+        return self._whole_batches(results) if self._skip else (result.micro_batch for result in results if result.micro_batch is not None)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._engine.close()
+
+    def _tasks(self) -> list[_Task]:
+        order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
+        tasks = []
+        for number in range(self._first_batch, len(self)):
+            members = order[number * self.batch : (number + 1) * self.batch]
+            parts = np.array_split(members, -(-len(members) // self.micro_batch))
+            tasks += [
+                _Task(self._epoch, number, tuple(int(index) for index in part), len(members), position == len(parts) - 1)
+                for position, part in enumerate(parts)
+            ]
+        return tasks
+
+    def _whole_batches(self, results: Iterator[_Loaded]) -> Iterator[MicroBatch]:
+        known = {path for path, _ in self.skipped}
+        parts: list[MicroBatch] = []
+        for result in results:
+            self.skipped += [(path, reason) for path, reason in result.skipped if path not in known]
+            known.update(path for path, _ in result.skipped)
+            if result.micro_batch is not None:
+                parts.append(result.micro_batch)
+            if result.task.closes_batch:
+                present = sum(len(part.indices) for part in parts)
+                parts = [part for part in parts if part.indices] or parts[:1]
+                while parts:
+                    part = parts.pop(0)
+                    yield replace(part, batch_images=present, closes_batch=not parts)
+
+
+class EvalLoader:
+    """All samples once, in their order, without augmentation; unreadable files are errors. Each item is a batch of its own."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        preprocess: Preprocess,
+        *,
+        max_pixels: int,
+        batch: int,
+        workers: int = 0,
+        pin: bool = False,
+        start_method: str | None = None,
+    ) -> None:
+        self.samples = tuple(samples)
+        self.set_batch(batch)
+        source = _ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False)
+        self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=False)
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.batch)
+
+    def set_batch(self, batch: int) -> None:
+        """Changes the batch (evaluation ran out of memory); results do not depend on it."""
+        assert batch >= 1, batch
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """As `TrainLoader`."""
+        starts = range(0, len(self.samples), self.batch)
+        tasks = []
+        for number, start in enumerate(starts):
+            members = tuple(range(start, min(start + self.batch, len(self.samples))))
+            tasks.append(_Task(0, number, members, len(members), True))
+        return (result.micro_batch for result in self._engine.run(tasks) if result.micro_batch is not None)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    epoch: int
+    batch_index: int
+    indices: tuple[int, ...]
+    batch_images: int
+    closes_batch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A task's result. `problems` are raised in the main process: an exception that crosses processes would arrive as a wall of text."""
+
+    task: _Task
+    micro_batch: MicroBatch | None
+    problems: tuple[Problem, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def pin_memory(self) -> _Loaded:
+        return self if self.micro_batch is None else replace(self, micro_batch=self.micro_batch.pin_memory())
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageSource:
+    """Turns tasks into micro-batches; lives in the workers."""
+
+    samples: tuple[Sample, ...]
+    pipeline: Pipeline
+    max_pixels: int
+    seed: int
+    skip: bool
+
+    def __getitem__(self, task: _Task) -> _Loaded:
+        arrays, kept, problems, skipped = [], [], [], []
+        for index in task.indices:
+            sample = self.samples[index]
+            try:
+                arrays.append(self._load(sample, sample_seed(self.seed, task.epoch, index)))
+                kept.append(index)
+            except DataError as error:
+                problems += [_at_row(problem, sample) for problem in error.problems]
+                skipped.append((str(sample.path), "; ".join(problem.message for problem in error.problems)))
+        if problems and not self.skip:
+            return _Loaded(task, None, problems=tuple(problems))
+        labels = [_NO_LABEL if (label := self.samples[index].label) is None else label for index in kept]
+        targets = torch.tensor(labels, dtype=torch.int64)
+        shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
+        batch = MicroBatch(_stack(arrays, shape), targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index)
+        return _Loaded(task, batch, skipped=tuple(skipped))
+
+    def _load(self, sample: Sample, seed: int) -> np.ndarray:
+        array = load_image(sample.path, self.pipeline.preprocess, max_pixels=self.max_pixels)
+        if self.pipeline.augment is None:
+            return array
+        try:
+            return self.pipeline.augment(array, seed)
+        except (ValueError, TypeError, cv2.error) as error:
+            text = f"augmentation fails on it: {error}"
+            raise DataError([Problem(text, str(sample.path), "data.augment")]) from error
+
+
+def _at_row(problem: Problem, sample: Sample) -> Problem:
+    """The problem of a file at the place that people look it up: the table's row, with the path."""
+    if sample.row == str(sample.path):
+        return problem
+    return Problem(f"{sample.path} {problem.message}", sample.row, problem.key)
+
+
+def _stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
+    """One tensor; 8-bit images join others as floats."""
+    if len({array.dtype for array in arrays}) > 1:
+        arrays = [array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array for array in arrays]
+    floats = bool(arrays) and arrays[0].dtype != np.uint8
+    out = torch.empty((len(arrays), *shape), dtype=torch.float32 if floats else torch.uint8)
+    for position, array in enumerate(arrays):
+        out[position] = torch.from_numpy(array)
+    return out
+
+
+@dataclass(slots=True)
+class _TaskSampler(Sampler[_Task]):
+    """Hands the tasks of the current epoch to torch's loader, which keeps its workers from epoch to epoch."""
+
+    tasks: list[_Task] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[_Task]:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+class _Engine:
+    """torch's DataLoader over tasks."""
+
+    def __init__(self, source: _ImageSource, *, workers: int, pin: bool, start_method: str | None, persistent: bool) -> None:
+        self._source = source
+        self._sampler = _TaskSampler()
+        options: dict[str, Any] = {}
+        if workers:
+            options = {"prefetch_factor": PREFETCH, "persistent_workers": persistent, "multiprocessing_context": start_method}
+        self._loader: DataLoader[_Loaded] = DataLoader(
+            source,  # type: ignore[arg-type]
+            sampler=self._sampler,
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_identity,
+            pin_memory=pin,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # torch draws a base seed an epoch from it, instead of from the global state that runs record
+            **options,
+        )
+
+    def run(self, tasks: list[_Task]) -> Iterator[_Loaded]:
+        """The results in the order of the tasks.
+
+        Raises:
+            DataError: a file, in the main process.
+            EnvironmentFailed: a worker process died; names the files it may have been at.
+        """
+        self._sampler.tasks = tasks
+        results = iter(self._loader)
+        for task in tasks:
+            try:
+                result = next(results)
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise EnvironmentFailed(self._death_notice(task, error)) from error
+            assert result.task == task
+            if result.problems:
+                raise DataError(result.problems)
+            yield result
+
+    def close(self) -> None:
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+    def _death_notice(self, task: _Task, error: RuntimeError) -> str:
+        paths = [str(self._source.samples[index].path) for index in task.indices]
+        files = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        return (
+            f"A worker process of the loader died ({str(error).splitlines()[0]}). The batch waited for was {task.batch_index} of epoch "
+            f"{task.epoch}: {files}. Out of memory and a full /dev/shm are the usual reasons: lower data.workers, or set it to 0 to see "
+            "the error itself."
+        )
+
+
+def _identity(result: _Loaded) -> _Loaded:
+    return result
+
+
+def _start_worker(worker: int) -> None:
+    """Ctrl-C reaches the whole process group, and the main process decides what it means; SIGTERM ends a worker, whatever the main
+    process does with its own."""
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    cv2.setNumThreads(0)
+
+
+def shared_memory_free_bytes() -> int | None:
+    """Free bytes of /dev/shm, through which workers hand over images; None where there is none."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
+
+
+def auto_workers(num_cpus: int, *, on_gpu: bool, micro_batch_bytes: int, shm_free_bytes: int | None = None) -> tuple[int, str]:
+    """How many loader processes, and why.
+
+    Args:
+        num_cpus: that this process may use.
+        on_gpu: training runs on a GPU. On the CPU the model takes the cores itself, and decoding beside it gains little.
+        micro_batch_bytes: of one micro-batch of images as it travels.
+        shm_free_bytes: free shared memory, None where it is no limit.
+    """
+    if on_gpu:
+        wanted = max(1, min(8, num_cpus - 1))
+        why = f"{num_cpus} cores, one left for the training loop, 8 at most"
+    else:
+        wanted = min(2, num_cpus // 4)
+        why = f"the model itself uses the {num_cpus} cores" + (f"; {wanted} decode beside it" if wanted else "")
+    if shm_free_bytes is None or not wanted:
+        return wanted, why
+    each = (PREFETCH + 1) * micro_batch_bytes
+    possible = int(0.8 * shm_free_bytes) // max(1, each)
+    if possible >= wanted:
+        return wanted, why
+    return possible, f"/dev/shm has {format_size(shm_free_bytes)} free and a worker needs {format_size(each)} of it; {wanted} would not fit"

@@ -1,0 +1,321 @@
+"""From decoded pixels to what the model takes: size, number range, channels; and augmentation for training.
+
+Everything here is a pure function of its input (and a seed), so the same file gives the same array in training, evaluation and
+prediction, in whatever process. Shrinking always averages areas: plain interpolation would alias away the small things that large
+images are used for. Augmentation comes after the resize, at the model's size.
+
+albumentations (2.0.8, the last release under MIT) stays behind `Augment`; no other module imports it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cv2
+import numpy as np
+
+from hiresvis.errors import DataError, Problem, RecipeError
+
+FITS = ("resize", "letterbox")
+ENLARGING = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
+AUGMENTS = ("none", "light", "standard", "heavy")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How stored values become 0 to 1.
+
+    kind "dtype": by the type's range: uint8 stays uint8 (divided by 255 on the device), uint16 is divided by 65535, floats have to be in
+    0 to 1 already. kind "range": (value - low) / (high - low), cut to 0 and 1, for every type.
+    """
+
+    kind: str = "dtype"
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("dtype", "range"), self.kind
+        assert self.low < self.high, (self.low, self.high)
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """uint8 as it is, or float32 in 0 to 1."""
+        if self.kind == "range":
+            scaled = (array.astype(np.float32) - np.float32(self.low)) * np.float32(1 / (self.high - self.low))
+            return np.clip(scaled, 0, 1, out=scaled)
+        if array.dtype == np.uint8:
+            return array
+        if array.dtype == np.uint16:
+            return array.astype(np.float32) * np.float32(1 / 65535)
+        return np.clip(array, 0, 1)
+
+    def check(self, array: np.ndarray) -> None:
+        """Refuses floats outside 0 to 1 where the rule is the type's range.
+
+        Raises:
+            DataError: with the values and the setting that mends it.
+        """
+        if self.kind == "dtype" and array.dtype == np.float32 and (array.min() < 0 or array.max() > 1):
+            raise DataError(
+                f"has float values from {array.min():.6g} to {array.max():.6g}, which data.scale: dtype takes as 0 to 1; "
+                "set data.scale to percentile or to [low, high]"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocess:
+    """The deterministic part, the same for training and prediction.
+
+    Attributes:
+        image_size: (height, width) of the result.
+        fit: "resize" (the whole image, stretched to the size) or "letterbox" (the whole image, its shape kept, padded in the middle).
+        background: RGB of the padding, 0 to 255; also laid under transparent pixels by the decoder.
+        in_chans: channels of the result; one channel is repeated to three, other differences are errors.
+        scale: number range.
+        interpolation: for enlarging alone, "bilinear" or "bicubic".
+    """
+
+    image_size: tuple[int, int]
+    fit: str = "resize"
+    background: tuple[int, int, int] = (255, 255, 255)
+    in_chans: int = 3
+    scale: Scale = field(default_factory=Scale)
+    interpolation: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        assert self.fit in FITS, self.fit
+        assert self.interpolation in ENLARGING, self.interpolation
+
+    @property
+    def draft_px(self) -> tuple[int, int]:
+        """(height, width) below which a draft decode must not go."""
+        return self.image_size
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        """(height, width, channels) of any size to (h, w, in_chans), uint8 or float32 in 0 to 1.
+
+        Raises:
+            DataError: the channels do not match the model, or floats are outside the range. The caller knows the file's name.
+        """
+        channels = array.shape[2]
+        if channels != self.in_chans and not (channels == 1 and self.in_chans == 3):
+            raise DataError(
+                f"has {channels} channels and the model takes {self.in_chans}; set data.channels: {channels}, "
+                f"or save the images with {self.in_chans}"
+            )
+        self.scale.check(array)
+        height, width = self.fitted_size(*array.shape[:2])
+        array = self.scale.apply(resize(array, height, width, self.interpolation))
+        if channels != self.in_chans:
+            array = np.repeat(array, self.in_chans, axis=2)
+        return np.ascontiguousarray(self._pad(array))
+
+    def fitted_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that an image takes up in the result."""
+        if self.fit == "resize":
+            return self.image_size
+        ratio = min(self.image_size[0] / height, self.image_size[1] / width)
+        return tuple(max(1, min(limit, round(size * ratio))) for size, limit in zip((height, width), self.image_size, strict=True))  # type: ignore[return-value]
+
+    def share_kept(self, height: int, width: int) -> float:
+        """Share of the image's area that the model sees: 1 for both fits, which cut nothing off."""
+        del height, width
+        return 1.0
+
+    def _pad(self, array: np.ndarray) -> np.ndarray:
+        if array.shape[:2] == self.image_size:
+            return array
+        colour = np.asarray(self.background if self.in_chans == 3 else [np.mean(self.background)] * self.in_chans, np.float32)
+        shade = np.rint(colour) if array.dtype == np.uint8 else colour / 255
+        out = np.empty((*self.image_size, self.in_chans), array.dtype)
+        out[:] = shade.astype(array.dtype)
+        top, left = ((limit - size) // 2 for limit, size in zip(self.image_size, array.shape[:2], strict=True))
+        out[top : top + array.shape[0], left : left + array.shape[1]] = array
+        return out
+
+
+def resize(array: np.ndarray, height: int, width: int, interpolation: str = "bilinear") -> np.ndarray:
+    """(height, width, channels) of the same type. An axis that shrinks is averaged by area, one that grows is interpolated."""
+    smaller = (min(array.shape[0], height), min(array.shape[1], width))
+    array = _resize(array, smaller, cv2.INTER_AREA)
+    return _resize(array, (height, width), ENLARGING[interpolation])
+
+
+def _resize(array: np.ndarray, size: tuple[int, int], method: int) -> np.ndarray:
+    if array.shape[:2] == size:
+        return array
+    # opencv averages areas of up to 4 channels
+    parts = [
+        cv2.resize(np.ascontiguousarray(array[..., start : start + 4]), size[::-1], interpolation=method).reshape(*size, -1)
+        for start in range(0, array.shape[2], 4)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Preprocess, then augment: what one training sample goes through after decoding."""
+
+    preprocess: Preprocess
+    augment: Augment | None = None
+
+    def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
+        """(height, width, channels) to (h, w, in_chans); the same seed gives the same result in any process.
+
+        Raises:
+            DataError: see `Preprocess`.
+        """
+        array = self.preprocess(array)
+        return array if self.augment is None else self.augment(array, seed)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The seed of one sample in one epoch: nothing else (worker, order, start method) has a part in it."""
+    return int(np.random.SeedSequence([seed, epoch, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class Augment:
+    """albumentations behind one call. Holds plain values, so it travels to worker processes; the transforms are built where they run."""
+
+    def __init__(self, steps: Sequence[Mapping[str, Any]]) -> None:
+        self.steps = tuple(dict(step) for step in steps)
+        self._compose: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"steps": self.steps, "_compose": None}
+
+    def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
+        """(h, w, c) uint8, or float32 in 0 to 1, to the same shape and type."""
+        if self._compose is None:
+            self._compose = _albumentations().Compose([_build(step) for step in self.steps])
+        self._compose.set_random_seed(seed)
+        out = self._compose(image=array)["image"]
+        return np.ascontiguousarray(out.reshape(*out.shape[:2], -1))
+
+
+def make_augment(augment: str | Sequence[Mapping[str, Any]], *, image_size: tuple[int, int], in_chans: int = 3) -> Augment | None:
+    """The augmentation of a recipe, tried once on an empty image so that mistakes show before training.
+
+    Args:
+        augment: "none" | "light" (flips and quarter turns: pixels move, none changes) | "standard" (and a mild affine map, brightness and
+            contrast) | "heavy" (stronger, and colour, blur, noise), or a list of albumentations: `{name: HorizontalFlip, p: 0.5}`.
+        image_size: (height, width); quarter turns need a square, rectangles get half turns.
+        in_chans: colour changes need three channels.
+
+    Raises:
+        RecipeError: an unknown name, a wrong argument, or a transform that changes the image's shape or type.
+    """
+    if isinstance(augment, str):
+        assert augment in AUGMENTS, augment
+        steps = _preset(augment, square=image_size[0] == image_size[1], colour=in_chans == 3)
+    else:
+        steps = list(augment)
+        problems = [problem for position, step in enumerate(steps) for problem in _check_step(step, position)]
+        if problems:
+            raise RecipeError(problems)
+        _try_steps(steps, image_size, in_chans)
+    if not steps:
+        return None
+    _albumentations()  # imported before the loader forks: once, instead of in every worker
+    return Augment(steps)
+
+
+def _preset(name: str, *, square: bool, colour: bool) -> list[dict[str, Any]]:
+    if name == "none":
+        return []
+    moves: list[dict[str, Any]] = (
+        [{"name": "D4", "p": 1.0}] if square else [{"name": "HorizontalFlip", "p": 0.5}, {"name": "VerticalFlip", "p": 0.5}]
+    )
+    if name == "light":
+        return moves
+    mild = name == "standard"
+    affine = {
+        "name": "Affine",
+        "scale": [0.95, 1.05] if mild else [0.8, 1.2],
+        "translate_percent": [-0.02, 0.02] if mild else [-0.06, 0.06],
+        "rotate": [-5, 5] if mild else [-20, 20],
+        "shear": [0, 0] if mild else [-5, 5],
+        "border_mode": cv2.BORDER_REFLECT_101,
+        "p": 0.3 if mild else 0.6,
+    }
+    limit = 0.15 if mild else 0.3
+    light = {"name": "RandomBrightnessContrast", "brightness_limit": limit, "contrast_limit": limit, "p": 0.5}
+    steps = [*moves, affine, light]
+    if not mild:
+        if colour:
+            steps.append({"name": "HueSaturationValue", "hue_shift_limit": 10, "sat_shift_limit": 25, "val_shift_limit": 10, "p": 0.4})
+        steps.append({"name": "GaussianBlur", "blur_limit": 0, "sigma_limit": [0.3, 1.2], "p": 0.2})
+        steps.append({"name": "GaussNoise", "std_range": [0.01, 0.05], "p": 0.2})
+    return steps
+
+
+def _albumentations() -> Any:
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for a newer release on import otherwise
+    import albumentations
+
+    return albumentations
+
+
+def _transform_names() -> list[str]:
+    module = _albumentations()
+    return [
+        name
+        for name in dir(module)
+        if inspect.isclass(kind := getattr(module, name)) and issubclass(kind, module.BasicTransform) and not inspect.isabstract(kind)
+    ]
+
+
+def _check_step(step: Any, position: int) -> list[Problem]:
+    key = f"data.augment[{position}]"
+    if not isinstance(step, Mapping) or not isinstance(step.get("name"), str):
+        return [Problem(f"{step!r} has no name; write {{name: HorizontalFlip, p: 0.5}}", key=key)]
+    name = step["name"]
+    names = _transform_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return [Problem(f"albumentations has no transform {name}{hint}", key=key)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # albumentations warns of an unknown argument and goes on without it
+            _build(step)
+    except Exception as error:  # each transform checks its arguments in its own way; all of it is about this step
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return [Problem(f"{name}: {'; '.join(lines[:4]) or type(error).__name__}", key=key)]
+    return []
+
+
+def _build(step: Mapping[str, Any]) -> Any:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in step.items() if key != "name"}
+    return getattr(_albumentations(), step["name"])(**values)
+
+
+def _try_steps(steps: Sequence[Mapping[str, Any]], image_size: tuple[int, int], in_chans: int) -> None:
+    """Each step alone, always applied, on images of both types at the true size (a crop may be one that gives this size)."""
+    shape = (*image_size, in_chans)
+    problems = []
+    for position, step in enumerate(steps):
+        one = Augment([{**step, "p": 1.0}])
+        for dtype in (np.uint8, np.float32):
+            image = np.full(shape, 100 if dtype == np.uint8 else 0.4, dtype)
+            try:
+                out = one(image, 0)
+            except Exception as error:  # a transform that cannot take such an image says so in its own way
+                problems.append(Problem(f"{step['name']} fails on a {shape} {image.dtype} image: {error}", key=f"data.augment[{position}]"))
+                break
+            if out.shape != shape or out.dtype != dtype:
+                problems.append(
+                    Problem(
+                        f"{step['name']} turns {shape} {image.dtype} into {out.shape} {out.dtype}; "
+                        "a step keeps the size and type (model.image_size sets the size)",
+                        key=f"data.augment[{position}]",
+                    )
+                )
+                break
+    if problems:
+        raise RecipeError(problems)
