@@ -38,6 +38,15 @@ class Problem:
         return "  ".join(part for part in (self.place, self.key, self.message) if part)
 
 
+def _aligned(problems: Sequence[Problem]) -> list[str]:
+    """One line a problem; where they name keys, places and keys stand in columns."""
+    if not any(problem.key for problem in problems):
+        return [str(problem) for problem in problems]
+    place = max(len(problem.place) for problem in problems)
+    key = max(len(problem.key) for problem in problems)
+    return [f"{problem.place:{place}}   {problem.key:{key}}  {problem.message}".lstrip() for problem in problems]
+
+
 class _WithProblems(HiresvisError):
     """An error that carries every finding at once."""
 
@@ -45,7 +54,7 @@ class _WithProblems(HiresvisError):
         found = (Problem(problems),) if isinstance(problems, str) else tuple(problems)
         assert found, "an error without a finding"
         self.problems: tuple[Problem, ...] = found
-        super().__init__("\n".join(str(problem) for problem in found))
+        super().__init__("\n".join(_aligned(found)))
 
 
 class RecipeError(_WithProblems):

@@ -1,0 +1,72 @@
+"""Rules between keys: values that are each allowed and contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+from hiresvis.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
+    """One contradiction: the key to change, what is wrong with it, and the other keys it depends on."""
+
+    key: str
+    message: str
+    others: tuple[str, ...] = ()
+
+
+def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
+    """Every contradiction.
+
+    Args:
+        recipe: values that are valid one by one; refused ones stand at their defaults.
+        given: dotted keys that were given, so that a rule speaks only of what someone wrote.
+    """
+    yield from _manifest_columns(recipe, given)
+    yield from _splits(recipe, given)
+    micro_batch, batch = recipe.memory.micro_batch, recipe.train.batch
+    if isinstance(micro_batch, int) and isinstance(batch, int) and micro_batch > batch:
+        message = f"{micro_batch} is above train.batch, {batch}; give at most {batch}, or a larger batch"
+        yield BrokenRule("memory.micro_batch", message, ("train.batch",))
+    if recipe.model.adapt == "head" and recipe.model.freeze != "none":
+        message = f"{recipe.model.freeze} beside adapt: head, which trains nothing but the head; delete one of the two"
+        yield BrokenRule("model.freeze", message, ("model.adapt",))
+
+
+def _is_manifest(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().endswith(".csv")
+
+
+def _manifest_columns(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
+    data = recipe.data
+    if not any(_is_manifest(value) for value in (data.train, data.val, data.test)):
+        for column in ("image", "label", "split", "group"):
+            name = getattr(data, column)
+            if f"data.{column}" in given and name != type(data).model_fields[column].default:
+                message = f"{name} names a manifest column, and data.train ({data.train}) is no .csv; give one, or delete this key"
+                yield BrokenRule(f"data.{column}", message, ("data.train", "data.val", "data.test"))
+        return
+    columns: dict[str, str] = {}
+    for column in ("image", "label", "split", "group"):
+        name = getattr(data, column)
+        if name is not None and name in columns:
+            yield BrokenRule(f"data.{column}", f"{name} is also the column of data.{columns[name]}; give each its own")
+        elif name is not None:
+            columns[name] = column
+
+
+def _splits(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
+    data = recipe.data
+    for name in ("val", "test"):
+        path = getattr(data, name)
+        if f"data.{name}" not in given or not isinstance(path, str):
+            continue
+        if data.split is not None and _is_manifest(data.train):
+            message = f"{path} beside data.split, whose column {data.split} names the {name} rows; delete one of the two"
+            yield BrokenRule(f"data.{name}", message, ("data.split", "data.train"))
+        elif path == data.train:
+            message = f"{path} is data.train as well; give other images{', or a share such as 0.15' * (name == 'val')}"
+            yield BrokenRule(f"data.{name}", message, ("data.train",))

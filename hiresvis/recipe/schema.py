@@ -1,0 +1,260 @@
+"""The recipe: a closed set of sections and keys, with their defaults and what each may hold.
+
+Values arrive here as YAML gave them and leave in the form the program works with: sizes in bytes, times in seconds,
+`image_size` as (height, width). A value whose feature comes with a later release is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hiresvis.recipe import quantities, structures, values
+
+Auto = Literal["auto"]
+
+
+def _key(default: Any, description: str) -> Any:
+    """A key with its default as a recipe would write it; the default is read like any given value."""
+    return Field(default=default, validate_default=True, description=description)
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Data(Section):
+    """Where the images are and how they are read."""
+
+    train: Annotated[str, values.text(later_suffixes=(".parquet",))] = Field(description="Class folders, or a .csv manifest.")
+    val: Annotated[str | float, quantities.path_or_share()] = _key(
+        0.15, "Like train; or the share of the training images to hold out: stratified, by group, seeded."
+    )
+    test: Annotated[str | None, values.text(nullable=True, later_suffixes=(".parquet",))] = _key(None, "Like train; used once, at the end.")
+    image: Annotated[str, values.text()] = _key("path", "Manifest column with the image paths.")
+    label: Annotated[str, values.text()] = _key("label", "Manifest column with the class names.")
+    split: Annotated[str | None, values.text(nullable=True)] = _key(None, "Manifest column that says train, val or test.")
+    group: Annotated[str | None, values.text(nullable=True)] = _key(
+        None, "Manifest column with the patient, slide or site: never on both sides of a split."
+    )
+    classes: Annotated[Auto | tuple[str, ...], structures.names(word="auto")] = _key(
+        "auto", "Class names in order; auto: those of train, sorted. Saved with the model."
+    )
+    channels: Annotated[Auto | int, values.whole("auto", low=1)] = _key("auto", "Channels the model sees; auto: from the images.")
+    scale: Annotated[str | tuple[float, float], structures.scale()] = _key(
+        "auto", "How pixel values become 0..1: by type, by percentile, or [lo, hi]. Recorded, and reused by predict."
+    )
+    fit: Annotated[Literal["resize", "letterbox"], values.choice("resize", "letterbox", later=("crop", "tile"))] = _key(
+        "resize", "How an image meets image_size: the whole image resized, or resized with its shape kept and padded."
+    )
+    background: Annotated[tuple[int, int, int], structures.colour()] = _key(
+        "white", "Colour under transparent pixels and around letterboxes."
+    )
+    bad_images: Annotated[Literal["error", "skip"], values.choice("error", "skip", later=("quarantine",))] = _key(
+        "error", "What an unreadable training image does: ends the run, or is left out and counted."
+    )
+    unseen: Annotated[Literal["error", "drop"], values.choice("error", "drop")] = _key(
+        "error", "What a validation or test label that train lacks does: ends the run, or its images are left out."
+    )
+    max_pixels: Annotated[int, quantities.pixels()] = _key("500M", "Larger images are refused before memory is taken.")
+    balance: Annotated[Literal["none"], values.choice("none", later=("weights", "sampler", "focal"))] = _key("none", "Class balancing.")
+    augment: Annotated[str | tuple[tuple[str, dict[str, Any]], ...], structures.augment()] = _key(
+        "standard", "Strength of augmentation, or a list of albumentations: [{name: HorizontalFlip, p: 0.5}]."
+    )
+    workers: Annotated[Auto | int, values.whole("auto", low=0)] = _key("auto", "Loader processes; 0: none, in the main process.")
+    cache: Annotated[Literal["auto", "off"], values.choice("auto", "off", later=("true", "on"))] = _key(
+        "auto", "Decoded, resized copies under the cache folder; today none are made."
+    )
+    sample: Annotated[
+        Literal["boards"] | None, values.only(None, also="boards", refusal="is not a sample set; write boards, or null for none")
+    ] = _key(None, "A sample set to draw when the folder that holds train is missing.")
+
+
+class Model(Section):
+    """The network and what of it is trained."""
+
+    name: Annotated[str, values.text()] = Field(description="A timm model, such as convnextv2_base.")
+    pretrained: Annotated[bool | str, values.pretrained()] = _key(True, "timm's weights (true), none, a file, or package:NAME.")
+    init_from: Annotated[str | None, values.text(nullable=True)] = _key(
+        None, "A run folder or weights with other classes: new head, reported."
+    )
+    image_size: Annotated[tuple[int, int], structures.image_size()] = _key(1024, "Pixels: one number for a square, or [height, width].")
+    adapt: Annotated[Literal["full", "head"], values.choice("full", "head", later=("lp_ft", "lora"))] = _key(
+        "full", "What is trained: everything, or the head alone."
+    )
+    freeze: Annotated[Literal["none", "stem"] | int, values.whole("none", "stem", low=1)] = _key(
+        "none", "What is not trained: nothing, the stem, or the stem and the first n stages."
+    )
+    norm: Annotated[Literal["auto", "batch", "frozen"], values.choice("auto", "batch", "frozen")] = _key(
+        "auto", "BatchNorm statistics: of the micro-batch, or frozen; auto: frozen below micro-batch 8."
+    )
+    drop_path: Annotated[Auto | float, values.real("auto", low=0, below=1)] = _key("auto", "Stochastic depth.")
+
+
+class Memory(Section):
+    """What may be used, and how it is spent."""
+
+    budget: Annotated[Auto | int | float, quantities.budget()] = _key("auto", "Memory for the run: auto, a size (22GiB), or a share (90%).")
+    micro_batch: Annotated[Auto | int, values.whole("auto", low=1)] = _key("auto", "Images at once; auto: the most that fit.")
+    spacing: Annotated[Literal["auto", "off"] | int | dict[str, int], structures.spacing()] = _key(
+        "auto", "Blocks between checkpoints: for all stages, by stage, or off: everything stored."
+    )
+    goal: Annotated[Literal["largest", "fastest"], values.choice("largest", "fastest")] = _key(
+        "largest", "The largest micro-batch up to train.batch and then least recompute; or the fastest plan."
+    )
+    exact: Annotated[Literal["bitwise", "close"], values.choice("bitwise", "close")] = _key(
+        "close", "Which ways to save memory are allowed: those that change no bit, or also those within rounding."
+    )
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], values.choice("auto", "bf16", "fp16", "fp32")] = _key(
+        "auto", "auto: bf16 where the device has it, else fp16 with a scaler, else fp32."
+    )
+    channels_last: Annotated[Auto | bool, values.flag("auto")] = _key("auto", "Memory order of images inside the network.")
+    compile: Annotated[bool, values.flag(only=False, later=("true",))] = _key(False, "torch.compile.")
+    on_oom: Annotated[Literal["replan", "stop"], values.choice("replan", "stop")] = _key("replan", "What running out of memory does.")
+
+
+class Optim(Section):
+    """How the weights move."""
+
+    name: Annotated[Literal["adamw", "sgd"], values.choice("adamw", "sgd")] = _key("adamw", "The optimizer.")
+    lr: Annotated[Auto | float, values.real("auto", above=0)] = _key("auto", "Learning rate at its highest.")
+    weight_decay: Annotated[float, values.real(low=0)] = _key(0.05, "Weight decay; none on biases and norms.")
+    layer_decay: Annotated[Auto | float | None, values.real("auto", above=0, high=1, nullable=True)] = _key(
+        "auto", "Factor on the learning rate for each layer further from the head; null: none."
+    )
+    schedule: Annotated[Literal["cosine", "constant"], values.choice("cosine", "constant")] = _key(
+        "cosine", "Learning rate after the warmup."
+    )
+    warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
+    clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")
+    loss: Annotated[
+        Literal["auto", "cross_entropy"],
+        values.choice("auto", "cross_entropy", later=("bce", "focal", "mse", "l1", "huber", "dice", "dice_ce", "asl")),
+    ] = _key("auto", "The loss; auto: from the task.")
+    label_smoothing: Annotated[float, values.real(low=0, below=1)] = _key(0.0, "Share of the target spread over all classes.")
+    mixup: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "Mixup.")
+    cutmix: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "CutMix.")
+
+
+class EarlyStop(Section):
+    """When training ends before its last epoch."""
+
+    patience: Annotated[int, values.whole(low=1)] = _key(5, "Epochs without a better metric before the run ends.")
+
+
+class Keep(Section):
+    """How many weights are kept."""
+
+    best: Annotated[int, values.only(1, refusal="is not there yet; today: 1")] = _key(1, "Best weights by the metric; today one.")
+    last: Annotated[int, values.only(1, refusal="is not there yet; today: 1")] = _key(1, "Last snapshots; today one.")
+
+
+class Train(Section):
+    """How long, how many at a time, and when to stop."""
+
+    epochs: Annotated[int, values.whole(low=1)] = _key(20, "Passes over the training images.")
+    batch: Annotated[Auto | int, values.whole("auto", low=1)] = _key(
+        16, "Images an optimizer step sees, kept by accumulation; auto: the largest that fits at once."
+    )
+    eval_batch: Annotated[Auto | int, values.whole("auto", low=1)] = _key("auto", "Images at once in evaluation.")
+    seed: Annotated[int, values.whole(low=0, high=2**32 - 1)] = _key(
+        0, "Decides the split, the order, the augmentation and the new weights."
+    )
+    deterministic: Annotated[bool, values.flag()] = _key(False, "Only deterministic kernels; slower.")
+    ema: Annotated[Auto | Literal[False], values.flag("auto", only=False, later=("true",))] = _key(
+        "auto", "Moving average of the weights; auto: off today."
+    )
+    early_stop: EarlyStop | None = _key(EarlyStop(), "null: every epoch is trained.")
+    metric: Annotated[
+        str,
+        values.choice("auto", "accuracy", "balanced_accuracy", "macro_f1", "auroc", later=("map", "kappa", "mae", "r2", "miou", "dice")),
+    ] = _key("auto", "The metric that decides which epoch is best.")
+    resize: Annotated[None, values.only(None, refusal="is not there yet; today: null")] = _key(None, "Progressive image size.")
+    max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(
+        None, "The run ends in order after this time, such as 3h45m."
+    )
+    on_divergence: Annotated[Literal["rollback", "stop"], values.choice("rollback", "stop")] = _key(
+        "rollback", "What non-finite numbers, several steps in a row, do; today both stop the run with advice."
+    )
+    keep: Keep = _key(Keep(), "How many weights are kept.")
+    save_every: Annotated[float, quantities.duration()] = _key("10min", "Time between snapshots.")
+    strategy: Annotated[Literal["auto", "single"], values.choice("auto", "single", later=("ddp", "fsdp"))] = _key(
+        "auto", "Devices: one today."
+    )
+
+
+class Log(Section):
+    """Where a run is written and shown."""
+
+    dir: Annotated[str, values.run_folder()] = _key("runs/{name}", "The run folder; {name} is the recipe's file name.")
+    ui: Annotated[Literal["auto", "rich", "plain", "json", "off"], values.choice("auto", "rich", "plain", "json", "off")] = _key(
+        "auto", "The live view."
+    )
+    to: Annotated[tuple[str, ...], structures.several("csv", "jsonl", later=("tensorboard", "wandb", "mlflow"))] = _key(
+        ["csv", "jsonl"], "Where metrics are written besides the view."
+    )
+    report: Annotated[bool, values.flag()] = _key(True, "Write report.html at the end.")
+
+
+class Recipe(Section):
+    """A hiresvis recipe."""
+
+    version: Annotated[int, values.only(1, refusal="is not a version of the recipe format that this release reads; write 1")] = _key(
+        1, "Version of the recipe format."
+    )
+    task: Annotated[Literal["classify"], values.choice("classify", later=("multilabel", "regress", "segment"))] = Field(
+        description="What is learnt."
+    )
+    data: Data = Field(description="Where the images are and how they are read.")
+    model: Model = Field(description="The network and what of it is trained.")
+    memory: Memory = _key(Memory(), "What may be used, and how it is spent.")
+    optim: Optim = _key(Optim(), "How the weights move.")
+    train: Train = _key(Train(), "How long, how many at a time, and when to stop.")
+    log: Log = _key(Log(), "Where a run is written and shown.")
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section a field holds (also one that may be null), or None for a plain value."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def keys_of(section: type[Section] = Recipe, prefix: str = "") -> tuple[str, ...]:
+    """Dotted names of all keys that hold a value, in the schema's order.
+
+    >>> keys_of(Log, "log.")
+    ('log.dir', 'log.ui', 'log.to', 'log.report')
+    """
+    found: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        found += keys_of(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return tuple(found)
+
+
+def kind_of(key: str) -> values.Kind:
+    """How the value of a dotted key is read and written.
+
+    Raises:
+        ValueError: the schema has no such key, or it is a section.
+    """
+    section: type[Section] | None = Recipe
+    *sections, last = key.split(".")
+    for name in sections:
+        section = section_of(section.model_fields[name].annotation) if section and name in section.model_fields else None
+    field = section.model_fields.get(last) if section else None
+    for extra in field.metadata if field else ():
+        if isinstance(extra, values.Kind):
+            return extra
+    raise ValueError(f"the recipe has no key {key!r}")
+
+
+def recipe_json_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) that an editor checks a recipe with while it is written."""
+    schema = Recipe.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "hiresvis recipe"}

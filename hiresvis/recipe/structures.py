@@ -1,0 +1,156 @@
+"""Values that are a list or a mapping: image sizes, colours, names, spacings, augmentations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hiresvis.recipe.values import Kind, any_of, at, choice, either, finite, refuse_word, shown, what, whole
+
+NAMED_COLOURS: Mapping[str, tuple[int, int, int]] = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128)}
+
+
+def image_size() -> Kind:
+    """(height, width) in pixels, from one number for a square or a list of two."""
+    expected = "one whole number of pixels such as 1024, or [height, width]"
+
+    def parse(value: Any) -> tuple[int, int]:
+        sides = value if isinstance(value, list | tuple) else (value, value)
+        if len(sides) != 2:
+            raise ValueError(f"{shown(value)} has {len(sides)} numbers; give {expected}")
+        for side in sides:
+            if isinstance(side, bool) or not isinstance(side, int):
+                raise ValueError(f"{shown(value)}: {shown(side)} is {what(side)}; give {expected}")
+            if side < 1:
+                raise ValueError(f"{shown(value)}: {side} is below 1; give {expected}")
+        return (sides[0], sides[1])
+
+    side = {"type": "integer", "minimum": 1}
+    schema = {"anyOf": [side, {"type": "array", "items": side, "minItems": 2, "maxItems": 2}]}
+    return Kind(parse, schema, lambda value: value[0] if value[0] == value[1] else list(value))
+
+
+def colour() -> Kind:
+    """(red, green, blue), each 0-255, from a name or a list of three."""
+    expected = f"{', '.join(NAMED_COLOURS)}, or [red, green, blue] from 0 to 255"
+
+    def parse(value: Any) -> tuple[int, int, int]:
+        if isinstance(value, str) and value in NAMED_COLOURS:
+            return NAMED_COLOURS[value]
+        if not isinstance(value, list | tuple) or len(value) != 3:
+            raise ValueError(f"{shown(value)} is no colour; give {expected}")
+        if not all(isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= 255 for part in value):
+            raise ValueError(f"{shown(value)} is not three whole numbers from 0 to 255; give {expected}")
+        return (value[0], value[1], value[2])
+
+    by_colour = {rgb: name for name, rgb in NAMED_COLOURS.items()}
+    part = {"type": "integer", "minimum": 0, "maximum": 255}
+    schema = {"anyOf": [{"enum": list(NAMED_COLOURS)}, {"type": "array", "items": part, "minItems": 3, "maxItems": 3}]}
+    return Kind(parse, schema, lambda value: by_colour.get(value, list(value)))
+
+
+def scale() -> Kind:
+    """auto, dtype, percentile, or (lo, hi): the values that become 0 and 1."""
+    words = ("auto", "dtype", "percentile")
+
+    def parse(value: Any) -> str | tuple[float, float]:
+        if isinstance(value, str) and value in words:
+            return value
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise refuse_word(value, words, (), "[lo, hi]")
+        low, high = (float(finite(end, "two numbers [lo, hi]")) for end in value)
+        if not low < high:
+            raise ValueError(f"{shown(value)}: {low:g} is not below {high:g}; give [lo, hi] with lo below hi")
+        return (low, high)
+
+    schema = {"anyOf": [{"enum": list(words)}, {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}]}
+    return Kind(parse, schema, lambda value: list(value) if isinstance(value, tuple) else value)
+
+
+def names(*, word: str | None = None, low: int = 1) -> Kind:
+    """A list of different texts, in order (as a tuple), or `word`."""
+    also = f"{word}, or " if word else ""
+
+    def parse(value: Any) -> str | tuple[str, ...]:
+        if word is not None and value == word:
+            return word
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{shown(value)} is {what(value)}; give {also}a list of names")
+        for index, item in enumerate(value):
+            if not isinstance(item, str):
+                raise at([index], f'{shown(item)} is {what(item)}; put a name in quotes: "{shown(item)}"')
+            if item in value[:index]:
+                raise at([index], f"{shown(item)} is there twice; keep one")
+        if len(value) < low:
+            raise ValueError(f"{shown(value)} has {len(value)} names; give at least {low}")
+        return tuple(value)
+
+    array = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": low}
+    return Kind(parse, any_of((word,) if word else (), False, array), lambda value: list(value) if isinstance(value, tuple) else value)
+
+
+def several(*words: str, later: Sequence[str] = ()) -> Kind:
+    """A list of different words, as a tuple; it may be empty."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            mend = f"a list: [{shown(value)}]" if value in words else f"a list of {either(words)}"
+            raise ValueError(f"{shown(value)} is {what(value)}; give {mend}")
+        for index, item in enumerate(value):
+            if not (isinstance(item, str) and item in words):
+                raise at([index], str(refuse_word(item, words, later, "")))
+            if item in value[:index]:
+                raise at([index], f"{item} is there twice; keep one")
+        return tuple(value)
+
+    return Kind(parse, {"type": "array", "items": {"enum": list(words)}, "uniqueItems": True}, list)
+
+
+def spacing() -> Kind:
+    """auto, off, one spacing for all stages, or a mapping from stage to spacing."""
+    expected = "auto, off, a whole number of at least 1, or {stage0: 1, stage2: 3}"
+
+    def parse(value: Any) -> str | int | dict[str, int]:
+        if not isinstance(value, Mapping):
+            one: str | int = whole("auto", "off", low=1).parse(value)
+            return one
+        if not value:
+            raise ValueError(f"an empty mapping; give {expected}")
+        for stage, blocks in value.items():
+            if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+                raise at([stage], f"{shown(blocks)} is not a whole number of at least 1; give the blocks between checkpoints")
+        return dict(value)
+
+    one = {"type": "integer", "minimum": 1}
+    return Kind(parse, {"anyOf": [{"enum": ["auto", "off"]}, one, {"type": "object", "additionalProperties": one, "minProperties": 1}]})
+
+
+def augment() -> Kind:
+    """A strength, or a list of albumentations as ((name, arguments), ...): `- {name: HorizontalFlip, p: 0.5}`."""
+    words = ("none", "light", "standard", "heavy")
+    word = choice(*words, also="a list of albumentations")
+    expected = f"{', '.join(words)}, or a list such as [{{name: HorizontalFlip, p: 0.5}}]"
+
+    def step(item: Any, index: int) -> tuple[str, dict[str, Any]]:
+        if isinstance(item, str) and item:
+            return (item, {})
+        if not isinstance(item, Mapping):
+            raise at([index], f"{shown(item)} is {what(item)}; give {{name: HorizontalFlip, p: 0.5}}")
+        name = item.get("name")
+        if not isinstance(name, str) or not name:
+            raise at([index], f"{shown(item)} has no name; give {{name: HorizontalFlip, p: 0.5}}")
+        return (name, {key: argument for key, argument in item.items() if key != "name"})
+
+    def parse(value: Any) -> str | tuple[tuple[str, dict[str, Any]], ...]:
+        if isinstance(value, str):
+            strength: str = word.parse(value)
+            return strength
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{shown(value)} is {what(value)}; give {expected}")
+        return tuple(step(item, index) for index, item in enumerate(value))
+
+    def dump(value: str | tuple[tuple[str, dict[str, Any]], ...]) -> str | list[dict[str, Any]]:
+        return value if isinstance(value, str) else [{"name": name, **arguments} for name, arguments in value]
+
+    item = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}]}
+    return Kind(parse, {"anyOf": [{"enum": list(words)}, {"type": "array", "items": item}]}, dump)
