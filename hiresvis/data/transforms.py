@@ -103,17 +103,25 @@ class Preprocess:
             DataError: the channels do not match the model, or floats are outside the range. The caller knows the file's name.
         """
         channels = array.shape[2]
-        if channels != self.in_chans and not (channels == 1 and self.in_chans == 3):
-            raise DataError(
-                f"has {channels} channels and the model takes {self.in_chans}; set data.channels: {channels}, "
-                f"or save the images with {self.in_chans}"
-            )
+        self.check_channels(channels)
         self.scale.check(array)
         height, width = self.fitted_size(*array.shape[:2])
         array = self.scale.apply(resize(array, height, width, self.interpolation))
         if channels != self.in_chans:
             array = np.repeat(array, self.in_chans, axis=2)
         return np.ascontiguousarray(self._pad(array))
+
+    def check_channels(self, channels: int) -> None:
+        """Refuses what cannot become the model's channels.
+
+        Raises:
+            DataError: with both numbers and the setting.
+        """
+        if channels != self.in_chans and not (channels == 1 and self.in_chans == 3):
+            raise DataError(
+                f"has {channels} channels and the model takes {self.in_chans}; set data.channels: {channels}, "
+                f"or save the images with {self.in_chans}"
+            )
 
     def fitted_size(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) that an image takes up in the result."""
