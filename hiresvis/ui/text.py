@@ -280,32 +280,30 @@ def ladder_cells(row: LadderRow, glyphs: Glyphs) -> tuple[str, ...]:
 def ladder_table(rows: Sequence[LadderRow], glyphs: Glyphs, width: int | None = None) -> list[str]:
     """The ladder as aligned lines, header first; no line is wider than `width` columns."""
     table = [LADDER_COLUMNS, *(ladder_cells(row, glyphs) for row in rows)]
-    columns = list(range(len(LADDER_COLUMNS)))
-
-    def widths() -> list[int]:
-        return [max(cell_width(cells[column]) for cells in table) for column in columns]
-
-    def total() -> int:
-        return sum(widths()) + 2 * (len(columns) - 1)
-
-    limit = width if width is not None else total()
-    for column in _LADDER_DROP:
-        # A long verdict may be cut, but not below 24 columns, before a column of numbers goes.
-        if total() - max(0, widths()[-1] - 24) > limit:
-            columns.remove(column)
-    spaces = widths()
-    for position in (len(columns) - 1, 1):  # cut the verdict, then the spacing, down to 8 columns
-        excess = sum(spaces) + 2 * (len(columns) - 1) - limit
-        if excess > 0:
-            spaces[position] = max(8, spaces[position] - excess)
+    spaces = {column: max(cell_width(cells[column]) for cells in table) for column in range(len(LADDER_COLUMNS))}
+    if width is not None:
+        spaces = _squeeze(spaces, width)
     lines = []
     for cells in table:
-        parts = [
-            pad(shorten(cells[column], space, glyphs.ellipsis), space, _LADDER_RIGHT[column])
-            for column, space in zip(columns, spaces, strict=True)
-        ]
-        lines.append(shorten("  ".join(parts).rstrip(), limit, glyphs.ellipsis))
+        parts = [pad(shorten(cells[column], space, glyphs.ellipsis), space, _LADDER_RIGHT[column]) for column, space in spaces.items()]
+        line = "  ".join(parts).rstrip()
+        lines.append(line if width is None else shorten(line, width, glyphs.ellipsis))
     return lines
+
+
+def _squeeze(spaces: dict[int, int], width: int) -> dict[int, int]:
+    """Column widths that fit: the two columns of words are cut to a bearable rest first, then columns of numbers go."""
+    words = ((7, 24), (1, 20), (7, 16), (1, 12), (7, 8))  # column, down to
+
+    def excess(given: dict[int, int]) -> int:
+        return sum(given.values()) + 2 * (len(given) - 1) - width
+
+    for column in _LADDER_DROP:
+        if excess(spaces | {1: min(20, spaces[1]), 7: min(16, spaces[7])}) > 0:
+            spaces = {key: space for key, space in spaces.items() if key != column}
+    for column, least in words:
+        spaces = spaces | {column: min(spaces[column], max(least, spaces[column] - max(0, excess(spaces))))}
+    return spaces
 
 
 def next_commands(run_dir: str) -> tuple[str, ...]:

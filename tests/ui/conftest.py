@@ -101,7 +101,9 @@ def one_epoch(epoch: int, num_steps: int, time: float, best: tuple[float, int], 
         time=time + 16, epoch=epoch, split="val", loss=0.3 + math.exp(-epoch / 2), metrics={"macro_f1": value, "accuracy": value + 0.02},
         metric="macro_f1", value=value, is_best=is_best, best_value=best[0], best_epoch=best[1],
     )  # fmt: skip
-    yield EpochDone(time=time + 17, epoch=epoch, train_loss=0.25 + 1.5 * math.exp(-epoch / 2), lr=lr, seconds=time, images_per_second=6.8)
+    yield EpochDone(
+        time=time + 17, epoch=epoch, train_loss=0.25 + 1.5 * math.exp(-epoch / 2), lr=lr, seconds=num_steps * 2.35, images_per_second=6.8
+    )
     yield SnapshotSaved(time=time + 18, epoch=epoch, step=num_steps, path="runs/lesions[03]/snapshot")
 
 

@@ -1,0 +1,249 @@
+"""`report.html`: one page that holds the whole run. Reads files only, needs no network, no script and no training library."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hiresvis.ui import charts
+from hiresvis.ui.run_files import Prediction, RunFiles, read_run
+from hiresvis.ui.scores import SplitScores, split_scores
+from hiresvis.ui.state import RunState
+from hiresvis.ui.svg import hatch
+from hiresvis.ui.text import (
+    UNICODE,
+    deviation,
+    image_size_text,
+    is_cpu,
+    ladder_cells,
+    next_commands,
+    number,
+    percent,
+    speed,
+)
+from hiresvis.ui.thumbnails import thumbnail
+from hiresvis.units import format_duration, format_size
+
+NUM_WORST = 12
+TABLE_CLASSES = 20  # a confusion table with numbers up to here, a grid of shades up to GRID_CLASSES
+GRID_CLASSES = 120
+NUM_CONFUSED = 12
+
+_ENDS = {
+    "completed": ("good", "completed"),
+    "early_stop": ("good", "completed: stopped early, no better epoch came"),
+    "max_time": ("good", "completed: the time allowed was used up"),
+}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run folder and return its path; the page before it stays until the new one is whole.
+
+    Raises:
+        FileNotFoundError: the folder holds none of a run's files.
+    """
+    page = render_report(read_run(run_dir))
+    target = run_dir / "report.html"
+    draft = run_dir / ".report.html.tmp"
+    draft.write_text(page, encoding="utf-8")
+    os.replace(draft, target)
+    return target
+
+
+def render_report(run: RunFiles) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=PackageLoader("hiresvis", "ui"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(size=format_size, number=number, percent=percent, speed=speed, duration=format_duration, rate=_rate)
+    return environment.get_template("report.html.j2").render(_context(run))
+
+
+def _context(run: RunFiles) -> dict[str, Any]:
+    state = run.state
+    splits = [split for split in ("test", "val") if any(row.split == split for row in run.predictions)]
+    scores = [found for split in splits if (found := split_scores(split, run.predictions, run.classes))]
+    model, image_size = _model(run)
+    return {
+        "title": state.started.run_name if state.started else run.folder.resolve().name,
+        "model": model,
+        "image_size": image_size,
+        "started": state.started,
+        "status": _status(state),
+        "when": datetime.fromtimestamp(state.started.time).strftime("%Y-%m-%d %H:%M") if state.started and state.started.time else "",
+        "tiles": _tiles(run),
+        "charts": _charts(state),
+        "epochs": state.epochs,
+        "metric_names": list(dict.fromkeys(name for epoch in state.epochs for name in epoch.metrics)),
+        "best": state.best,
+        "test_metrics": dict(state.finished.test_metrics) if state.finished else dict(state.test.metrics) if state.test else {},
+        "plan": run.plan,
+        "plans": state.plans,
+        "plan_svg": charts.plan_chart(run.plan),
+        "peak_svg": charts.peak_chart(run.plan, _how(state)),
+        "peaks": _peaks(run),
+        "parts": [(charts.part_style(name), charts.PART_NAMES.get(name, name), size) for name, size in charts.plan_parts(run.plan)],
+        "ladder": _ladder(run),
+        "scores": [_score_context(found) for found in scores],
+        "worst": _worst(run),
+        "resolved": state.resolved,
+        "resolved_text": run.resolved,
+        "notices": [notice for notice in state.notices if notice.level != "info"],
+        "infos": [notice for notice in state.notices if notice.level == "info"],
+        "commands": _commands(run),
+        "gaps": run.gaps,
+        "hatches": Markup("").join([hatch("again", "hatch-line"), hatch("measured", "hatch-measured")]),
+    }
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+def _model(run: RunFiles) -> tuple[str, str]:
+    started = run.state.started
+    if started:
+        return started.model, image_size_text(started.image_size)
+    size = run.plan.get("image_size") or run.contract.get("image_size") or ()
+    return str(run.plan.get("model") or ""), image_size_text(size)
+
+
+def _status(state: RunState) -> tuple[str, str]:
+    """Style and words for how the run ended."""
+    if state.finished:
+        return _ENDS.get(state.finished.reason, ("good", state.finished.reason))
+    if state.interrupted:
+        return "warn", f"interrupted by {state.interrupted.signal} in epoch {state.interrupted.epoch}; it can be resumed"
+    if state.epoch:
+        return "warn", f"not finished: last seen in epoch {state.epoch_number}, step {state.steps_done} of {state.num_steps}"
+    return "warn", "not finished: no training step is recorded"
+
+
+def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
+    """The few numbers that matter most: (name, value, remark)."""
+    state, tiles = run.state, []
+    if state.best:
+        metric, value, epoch = state.best
+        tiles.append((f"best {metric}, validation", number(value, 4), f"epoch {epoch} of {state.num_epochs or '?'}"))
+    tests = state.finished.test_metrics if state.finished else state.test.metrics if state.test else {}
+    if tests:
+        name = state.best[0] if state.best and state.best[0] in tests else next(iter(tests))
+        others = ", ".join(f"{key} {number(value)}" for key, value in tests.items() if key != name)
+        tiles.append((f"{name}, test", number(tests[name], 4), others))
+    measured, _ = charts.measured_peaks(run.plan)
+    if state.finished and not measured:
+        measured = state.finished.measured_peak_bytes
+    budget = int(run.plan.get("budget_bytes") or (state.plan.budget_bytes if state.plan else 0))
+    if measured and budget:
+        tiles.append(("measured peak", format_size(measured), f"{percent(measured / budget)} of {format_size(budget)} budget"))
+    if state.plan:
+        batch = f"{state.plan.micro_batch} x {state.plan.accumulation}"
+        tiles.append(("micro-batch x accum", batch, f"batch {state.plan.batch}, {state.plan.precision}"))
+    speeds = [epoch.images_per_second for epoch in state.epochs if epoch.images_per_second]
+    pace = sum(speeds) / len(speeds) if speeds else state.images_per_second
+    if pace:
+        seconds = state.finished.seconds if state.finished else 0.0
+        tiles.append(("images per second", speed(pace), f"{format_duration(seconds)} in all" if seconds else "training"))
+    return tiles
+
+
+def _charts(state: RunState) -> list[tuple[str, Markup, list[tuple[str, str]]]]:
+    """(heading, drawing, legend as (name, style)); empty drawings are left out."""
+    loss_names = [("train, by step", "thin"), ("train, mean", "c1"), ("validation", "c2")]
+    if not state.losses.all_points:
+        loss_names = [("train", "c1"), ("validation", "c2")]
+    drawn = [
+        ("Loss", charts.loss_chart(state), loss_names),
+        ("Validation metrics", charts.metric_chart(state), charts.metric_names(state)),
+        ("Learning rate", charts.rate_chart(state), []),
+    ]
+    return [entry for entry in drawn if entry[1]]
+
+
+def _how(state: RunState) -> str:
+    return "resident size" if is_cpu(state) else "device allocator"
+
+
+def _peaks(run: RunFiles) -> list[tuple[str, int, int, str]]:
+    """Predicted against measured, in each way it was measured: (how, predicted, measured, how far off)."""
+    resident, measured = charts.measured_peaks(run.plan)
+    finished = run.state.finished
+    predicted = int(run.plan.get("predicted_peak_bytes") or (finished.predicted_peak_bytes if finished else 0))
+    resident = resident or (finished.measured_peak_bytes if finished else 0)
+    counted = int(measured.get("counted_peak_bytes") or (finished.counted_peak_bytes if finished else 0) or 0)
+    predicted_counted = int(measured.get("predicted_counted_bytes") or (finished.predicted_counted_bytes if finished else 0) or 0)
+    baseline = int(measured.get("baseline_bytes") or 0)
+    rows = []
+    if predicted and resident:
+        rows.append((_how(run.state), predicted, resident))
+        if 0 < baseline < min(predicted, resident):
+            rows.append((f"{_how(run.state)}, less what was there before the first step", predicted - baseline, resident - baseline))
+    if counted and predicted_counted:
+        rows.append(("counted storages", predicted_counted, counted))
+    return [(how, first, second, deviation(first, second)) for how, first, second in rows]
+
+
+def _ladder(run: RunFiles) -> list[dict[str, Any]]:
+    """The ladder's rows as words, from the events or, where those are missing, from the plan."""
+    if run.state.ladder:
+        return [{"chosen": row.verdict.startswith("chosen"), "cells": ladder_cells(row, UNICODE)[1:]} for row in run.state.ladder]
+    found = []
+    for row in run.plan.get("ladder") or ():
+        verdict = str(row.get("verdict") or "")
+        peak, measured, pace = (row.get(key) for key in ("predicted_peak_bytes", "measured_peak_bytes", "images_per_second"))
+        cells = (
+            str(row.get("spacing", "")),
+            str(row.get("micro_batch") or "none"),
+            format_size(peak) if peak else "-",
+            format_size(measured) if measured else "-",
+            percent(row.get("recompute_fraction")),
+            speed(pace),
+            verdict,
+        )
+        found.append({"chosen": verdict.startswith("chosen"), "cells": cells})
+    return found
+
+
+def _score_context(found: SplitScores) -> dict[str, Any]:
+    size = len(found.classes)
+    return {
+        "split": {"val": "Validation", "test": "Test"}.get(found.split, found.split),
+        "found": found,
+        "table": size <= TABLE_CLASSES,
+        "grid": charts.confusion_grid(found.counts, found.classes) if TABLE_CLASSES < size <= GRID_CLASSES else "",
+        "shares": [[count / (sum(line) or 1) for count in line] for line in found.counts],
+        "confused": found.confused[:NUM_CONFUSED],
+    }
+
+
+def _worst(run: RunFiles) -> list[dict[str, Any]]:
+    """The labelled samples of the highest loss, wrong ones first, with a preview where the image can be read."""
+    labelled = [row for row in run.predictions if row.label]
+    labelled.sort(key=lambda row: (row.right, -row.loss if math.isfinite(row.loss) else 0.0))
+    return [{"row": row, "name": _short_path(row.path), "image": _preview(run.folder, row)} for row in labelled[:NUM_WORST]]
+
+
+def _short_path(path: str) -> str:
+    """The file and its folder: what tells two samples apart."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def _preview(folder: Path, row: Prediction) -> str | None:
+    path = Path(row.path)
+    for candidate in (path, folder / path):
+        if candidate.is_file():
+            return thumbnail(candidate)
+    return None
+
+
+def _commands(run: RunFiles) -> Sequence[str]:
+    folder = run.state.started.run_dir if run.state.started else str(run.folder)
+    resume = (run.state.interrupted.resume_command,) if run.state.interrupted else ()
+    return (*resume, *next_commands(folder))

@@ -1,0 +1,165 @@
+"""A run folder, read for the report. Whatever is missing or torn is left out and named: an interrupted run is worth a page too."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hiresvis.run.events import EVENTS, Event, from_json
+from hiresvis.ui.state import EpochSummary, RunState, replay
+
+_SUMMARY_COLUMNS = {"epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One sample under the best weights, as `predictions.csv` has it."""
+
+    split: str
+    path: str
+    label: str
+    predicted: str
+    score: float
+    loss: float
+
+    @property
+    def right(self) -> bool:
+        return self.label == self.predicted
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What a run folder holds; `gaps` says in words what it lacks."""
+
+    folder: Path
+    state: RunState
+    plan: Mapping[str, Any]
+    contract: Mapping[str, Any]
+    resolved: str
+    predictions: tuple[Prediction, ...]
+    gaps: tuple[str, ...]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names in order, from the contract, the start of the run, or else the predictions."""
+        named = self.contract.get("classes") or (self.state.started.classes if self.state.started else ())
+        if not named:
+            named = sorted({row.label for row in self.predictions} | {row.predicted for row in self.predictions})
+        return tuple(str(name) for name in named)
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Everything the report needs from a run folder.
+
+    Raises:
+        FileNotFoundError: the folder holds none of a run's files.
+    """
+    gaps: list[str] = []
+    events = list(_events(folder / "events.jsonl", gaps))
+    state = replay(events)
+    plan = _json(folder / "plan.json", gaps)
+    contract = _json(folder / "contract.json", gaps)
+    resolved = _text(folder / "recipe.resolved.yaml", gaps)
+    summaries = _summaries(folder / "metrics.csv", gaps)
+    if not state.epochs:
+        state = replace(state, epochs=summaries)
+    classes = tuple(contract.get("classes") or (state.started.classes if state.started else ()))
+    predictions = tuple(_predictions(folder / "predictions.csv", classes, gaps))
+    if not (events or plan or contract or resolved or summaries or predictions):
+        raise FileNotFoundError(f"{folder}: no run folder; it has none of events.jsonl, metrics.csv, plan.json, contract.json")
+    return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps))
+
+
+def _text(path: Path, gaps: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        gaps.append(f"{path.name}: {error.strerror or error}")
+        return ""
+
+
+def _json(path: Path, gaps: list[str]) -> dict[str, Any]:
+    text = _text(path, gaps)
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError as error:
+        gaps.append(f"{path.name}: not whole JSON ({error})")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _events(path: Path, gaps: list[str]) -> Iterator[Event]:
+    """The events of each line that is whole; a run that was killed may end in the middle of one."""
+    unread = 0
+    for line in _text(path, gaps).splitlines():
+        try:
+            row = json.loads(line)
+            yield from_json(_with_nan(row))
+        except (ValueError, TypeError, AttributeError):
+            unread += bool(line.strip())
+    if unread:
+        gaps.append(f"{path.name}: {unread} lines could not be read")
+
+
+def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON cannot hold were written as null."""
+    cls = EVENTS.get(row.get("event", ""))
+    floats = {field.name for field in fields(cls) if field.type == "float"} if cls else set()
+    return {key: math.nan if value is None and key in floats else value for key, value in row.items()}
+
+
+def _rows(path: Path, gaps: list[str]) -> Iterator[dict[str, str]]:
+    text = _text(path, gaps)
+    try:
+        for row in csv.DictReader(text.splitlines(keepends=True)):
+            yield {key: value for key, value in row.items() if isinstance(key, str) and isinstance(value, str)}
+    except csv.Error as error:
+        gaps.append(f"{path.name}: {error}")
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def _summaries(path: Path, gaps: list[str]) -> tuple[EpochSummary, ...]:
+    """One summary per epoch; columns besides the known ones are metrics. The later row of an epoch counts."""
+    found: dict[int, EpochSummary] = {}
+    for row in _rows(path, gaps):
+        epoch = _number(row.get("epoch"))
+        if epoch is None or not math.isfinite(epoch):
+            continue
+        values = {key: value for key in row if (value := _number(row[key])) is not None}
+        metrics = {key.removeprefix("val_"): value for key, value in values.items() if key not in _SUMMARY_COLUMNS}
+        known = {key: values.get(key) for key in _SUMMARY_COLUMNS - {"epoch"}}
+        found[int(epoch)] = EpochSummary(epoch=int(epoch), metrics=metrics, **known)  # type: ignore[arg-type]
+    return tuple(found[epoch] for epoch in sorted(found))
+
+
+def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Iterator[Prediction]:
+    rows = list(_rows(path, gaps))
+    names = {row.get("label", "") for row in rows} | {row.get("predicted", "") for row in rows}
+    by_index = {str(index): name for index, name in enumerate(classes)} if not names & set(classes) else {}
+    for row in rows:
+        label, predicted = row.get("label", ""), row.get("predicted", "")
+        if predicted:
+            yield Prediction(
+                split=row.get("split", ""),
+                path=row.get("path", ""),
+                label=by_index.get(label, label),
+                predicted=by_index.get(predicted, predicted),
+                score=_or_nan(row.get("score")),
+                loss=_or_nan(row.get("loss")),
+            )
+
+
+def _or_nan(text: str | None) -> float:
+    value = _number(text)
+    return math.nan if value is None else value
