@@ -281,7 +281,7 @@ def _class_names(scan: Scan, train: Path, given: Sequence[str] | None, findings:
 def _without_unseen(
     scan: Scan, split: str, classes: tuple[str, ...], unseen: str, findings: list[Problem], problems: list[Problem]
 ) -> Scan:
-    """The scan without labels that train lacks; what they are goes to `findings` (drop) or `problems` (error)."""
+    """The scan without the labels that train lacks; what they are goes to `findings` (drop) or `problems` (error)."""
     known = set(classes)
     strange = Counter(entry.label for entry in scan.entries if entry.label not in known)
     if not strange:
@@ -295,9 +295,9 @@ def _without_unseen(
     text = f"labels that train lacks: {', '.join(parts)}; train has {', '.join(repr(name) for name in classes)}"
     if unseen == "drop":
         findings.append(Problem(f"{sum(strange.values())} images dropped, {text}", key=f"data.{split}"))
-        return replace(scan, entries=tuple(entry for entry in scan.entries if entry.label in known))
-    problems.append(Problem(f"{text}. Correct the labels, or set data.unseen: drop to leave these images out", key=f"data.{split}"))
-    return scan
+    else:
+        problems.append(Problem(f"{text}. Correct the labels, or set data.unseen: drop to leave these images out", key=f"data.{split}"))
+    return replace(scan, entries=tuple(entry for entry in scan.entries if entry.label in known))
 
 
 def _check_groups(scans: Mapping[str, Scan]) -> None:
