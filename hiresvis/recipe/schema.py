@@ -61,7 +61,7 @@ class Data(Section):
     )
     max_pixels: Annotated[int, quantities.pixels()] = _key("500M", "Larger images are refused before memory is taken.")
     balance: Annotated[Literal["none"], values.choice("none", later=("weights", "sampler", "focal"))] = _key("none", "Class balancing.")
-    augment: Annotated[str | tuple[tuple[str, dict[str, Any]], ...], structures.augment()] = _key(
+    augment: Annotated[str | tuple[dict[str, Any], ...], structures.augment()] = _key(
         "standard", "Strength of augmentation, or a list of albumentations: [{name: HorizontalFlip, p: 0.5}]."
     )
     workers: Annotated[Auto | int, values.whole("auto", low=0)] = _key("auto", "Loader processes; 0: none, in the main process.")
@@ -170,7 +170,7 @@ class Train(Section):
     early_stop: EarlyStop | None = _key(EarlyStop(), "null: every epoch is trained.")
     metric: Annotated[
         str,
-        values.choice("auto", "accuracy", "balanced_accuracy", "macro_f1", "auroc", later=("map", "kappa", "mae", "r2", "miou", "dice")),
+        values.choice("auto", "accuracy", "balanced_accuracy", "macro_f1", "auroc", "kappa", later=("map", "mae", "r2", "miou", "dice")),
     ] = _key("auto", "The metric that decides which epoch is best.")
     resize: Annotated[None, values.only(None, refusal="is not there yet; today: null")] = _key(None, "Progressive image size.")
     max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(

@@ -126,22 +126,21 @@ def spacing() -> Kind:
 
 
 def augment() -> Kind:
-    """A strength, or a list of albumentations as ((name, arguments), ...): `- {name: HorizontalFlip, p: 0.5}`."""
+    """A strength, or a list of albumentations as mappings with a name and arguments: `- {name: HorizontalFlip, p: 0.5}`."""
     words = ("none", "light", "standard", "heavy")
     word = choice(*words, also="a list of albumentations")
     expected = f"{', '.join(words)}, or a list such as [{{name: HorizontalFlip, p: 0.5}}]"
 
-    def step(item: Any, index: int) -> tuple[str, dict[str, Any]]:
+    def step(item: Any, index: int) -> dict[str, Any]:
         if isinstance(item, str) and item:
-            return (item, {})
+            return {"name": item}
         if not isinstance(item, Mapping):
             raise at([index], f"{shown(item)} is {what(item)}; give {{name: HorizontalFlip, p: 0.5}}")
-        name = item.get("name")
-        if not isinstance(name, str) or not name:
+        if not isinstance(item.get("name"), str) or not item["name"]:
             raise at([index], f"{shown(item)} has no name; give {{name: HorizontalFlip, p: 0.5}}")
-        return (name, {key: argument for key, argument in item.items() if key != "name"})
+        return dict(item)
 
-    def parse(value: Any) -> str | tuple[tuple[str, dict[str, Any]], ...]:
+    def parse(value: Any) -> str | tuple[dict[str, Any], ...]:
         if isinstance(value, str):
             strength: str = word.parse(value)
             return strength
@@ -149,8 +148,5 @@ def augment() -> Kind:
             raise ValueError(f"{shown(value)} is {what(value)}; give {expected}")
         return tuple(step(item, index) for index, item in enumerate(value))
 
-    def dump(value: str | tuple[tuple[str, dict[str, Any]], ...]) -> str | list[dict[str, Any]]:
-        return value if isinstance(value, str) else [{"name": name, **arguments} for name, arguments in value]
-
     item = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}]}
-    return Kind(parse, {"anyOf": [{"enum": list(words)}, {"type": "array", "items": item}]}, dump)
+    return Kind(parse, {"anyOf": [{"enum": list(words)}, {"type": "array", "items": item}]}, list)

@@ -21,7 +21,7 @@ GOOD = [
     ("data.scale", "[0, 4095]", (0.0, 4095.0)),
     ("data.max_pixels", "2G", 2_000_000_000),
     ("data.max_pixels", "250000000", 250_000_000),
-    ("data.augment", "[HorizontalFlip, {name: Blur, p: 0.5}]", (("HorizontalFlip", {}), ("Blur", {"p": 0.5}))),
+    ("data.augment", "[HorizontalFlip, {name: Blur, p: 0.5}]", ({"name": "HorizontalFlip"}, {"name": "Blur", "p": 0.5})),
     ("data.cache", "off", "off"),
     ("data.sample", "boards", "boards"),
     ("model.pretrained", "package:efficientnet", "package:efficientnet"),
