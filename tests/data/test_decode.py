@@ -1,0 +1,360 @@
+"""One file to one array: strict, upright, and by one stated rule for every mode."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from hiresvis.data import decode as decode_module
+from hiresvis.data.decode import decode, probe
+from hiresvis.errors import DataError
+
+LIMIT = 10**8
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    """A small PNG whose header claims any size; its pixels are a few bytes of zeros."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(10_000))) + chunk(b"IEND", b"")
+
+
+class TestDamage:
+    @pytest.mark.parametrize("share", [0.5, 0.99])
+    @pytest.mark.parametrize("name", ["x.jpg", "progressive.jpg", "x.png", "x.webp", "x.bmp", "x.tif", "lzw.tif", "jpeg.tif"])
+    def test_cut_file_is_an_error_and_never_half_an_image(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str, share: float
+    ) -> None:
+        """The header reads well, the full decode refuses, with the path; the user's file stays as it was."""
+        path = tmp_path / name
+        array = picture(96, 128)
+        if name == "jpeg.tif":
+            tifffile.imwrite(path, array, photometric="rgb", compression="jpeg", tile=(32, 32))
+        else:
+            options = {"progressive": True} if name.startswith("prog") else {"compression": "tiff_lzw"} if name.startswith("lzw") else {}
+            Image.fromarray(array).save(path, **options)
+        whole = path.read_bytes()
+        assert decode(path, max_pixels=LIMIT).shape == (96, 128, 3)
+        cut = whole[: int(len(whole) * share)]
+        path.write_bytes(cut)
+        with pytest.raises(DataError, match=name):
+            decode(path, max_pixels=LIMIT)
+        assert path.read_bytes() == cut
+
+    def test_flipped_bits_in_a_png_are_an_error(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """Checksums are checked."""
+        path = tmp_path / "x.png"
+        Image.fromarray(picture(96, 128)).save(path)
+        damaged = bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged PNG"):
+            decode(path, max_pixels=LIMIT)
+
+    def test_damage_prints_nothing_past_python(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The C libraries leave stderr alone."""
+        for name in ("x.jpg", "x.png", "x.webp", "x.tif"):
+            path = tmp_path / name
+            Image.fromarray(picture(96, 128)).save(path)
+            path.write_bytes(path.read_bytes()[:-300])
+            with pytest.raises(DataError):
+                decode(path, max_pixels=LIMIT)
+        assert capfd.readouterr() == ("", "")
+
+    def test_without_simplejpeg_cut_files_are_refused_as_well(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Pillow stands in, as strict, and gives nearly the same pixels and the same draft size."""
+        path = tmp_path / "x.jpg"
+        Image.fromarray(picture(201, 301)).save(path, quality=95, subsampling=0)
+        first, first_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(100, 100))
+        monkeypatch.setattr(decode_module, "simplejpeg", None)
+        second, second_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(100, 100))
+        assert np.abs(first.astype(int) - second).max() <= 3
+        assert first_draft.shape == second_draft.shape == (101, 151, 3)
+        path.write_bytes(path.read_bytes()[:-200])
+        with pytest.raises(DataError, match="damaged"):
+            decode(path, max_pixels=LIMIT)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("zero.jpg", "is empty"),
+            ("text.jpg", "holds text, '<!DOCTYPE html>"),
+            ("folder.jpg", "is a folder"),
+            ("link.jpg", "is a broken link to .*gone.jpg"),
+            ("none.jpg", "does not exist"),
+            ("film.gif", "GIF"),
+            ("noise.png", "unknown or damaged, it starts with 00 01"),
+        ],
+    )
+    def test_what_is_no_image_is_refused_with_the_reason(self, tmp_path: Path, name: str, message: str) -> None:
+        """Zero bytes, text, a folder, a broken link, nothing at all, an unread format, rubbish."""
+        path = tmp_path / name
+        contents = {
+            "zero.jpg": b"",
+            "text.jpg": b"<!DOCTYPE html><html>404",
+            "film.gif": b"GIF89a" + bytes(40),
+            "noise.png": bytes(range(99)),
+        }
+        if name in contents:
+            path.write_bytes(contents[name])
+        elif name == "folder.jpg":
+            path.mkdir()
+        elif name == "link.jpg":
+            path.symlink_to(tmp_path / "gone.jpg")
+        for call in (lambda: probe(path, LIMIT), lambda: decode(path, max_pixels=LIMIT)):
+            with pytest.raises(DataError, match=message) as caught:
+                call()
+            assert caught.value.problems[0].place == str(path)
+
+    def test_contents_count_and_not_the_extension(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A PNG called .jpg is read."""
+        array = picture(20, 30)
+        Image.fromarray(array).save(tmp_path / "x.jpg", format="PNG")
+        assert np.array_equal(decode(tmp_path / "x.jpg", max_pixels=LIMIT), array)
+        assert probe(tmp_path / "x.jpg", LIMIT).format == "PNG"
+
+    def test_animation_and_stack_are_refused(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """More than one picture: none is picked in silence."""
+        frames = [Image.fromarray(picture(20, 30, seed=seed)) for seed in range(3)]
+        frames[0].save(tmp_path / "x.webp", save_all=True, append_images=frames[1:])
+        tifffile.imwrite(tmp_path / "x.tif", np.zeros((5, 20, 30), np.uint8), photometric="minisblack")
+        with pytest.raises(DataError, match="animation of 3 pictures"):
+            decode(tmp_path / "x.webp", max_pixels=LIMIT)
+        with pytest.raises(DataError, match=r"stack of pictures.*5, 20, 30"):
+            decode(tmp_path / "x.tif", max_pixels=LIMIT)
+
+
+class TestSize:
+    def test_claim_of_60000_px_is_refused_before_memory_is_taken(self, tmp_path: Path) -> None:
+        """The message gives size, limit and setting; no array was made and no time passed."""
+        path = tmp_path / "bomb.png"
+        path.write_bytes(png_claiming(60_000, 60_000))
+        tracemalloc.start()
+        with pytest.raises(DataError, match=r"60000 x 60000 px = 3600M, above data\.max_pixels 500M; raise data\.max_pixels"):
+            decode(path, max_pixels=500_000_000)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
+
+    def test_image_above_pillows_limit_and_under_ours_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Pillow's own limit has no say, and is as before afterwards."""
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        for name in ("x.png", "x.bmp", "x.jpg"):
+            Image.new("RGB", (50, 40), (9, 8, 7)).save(tmp_path / name)
+            assert decode(tmp_path / name, max_pixels=2000).shape == (40, 50, 3)
+            with pytest.raises(DataError, match=r"50 x 40 px = 2000, above data\.max_pixels 1999"):
+                decode(tmp_path / name, max_pixels=1999)
+        assert Image.MAX_IMAGE_PIXELS == 100
+
+    def test_tiff_is_measured_by_its_header_too(self, tmp_path: Path) -> None:
+        """The limit holds for every format."""
+        tifffile.imwrite(tmp_path / "x.tif", np.zeros((40, 50), np.uint16))
+        with pytest.raises(DataError, match="max_pixels 1999"):
+            decode(tmp_path / "x.tif", max_pixels=1999)
+
+    @pytest.mark.parametrize(
+        ("draft", "shape"), [((100, 100), (101, 151)), ((102, 100), (201, 301)), ((25, 38), (26, 38)), (None, (201, 301))]
+    )
+    def test_draft_never_goes_below_the_target(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], draft: tuple[int, int] | None, shape: tuple[int, int]
+    ) -> None:
+        """A JPEG comes at the smallest power of two that covers both axes."""
+        Image.fromarray(picture(201, 301)).save(tmp_path / "x.jpg")
+        assert decode(tmp_path / "x.jpg", max_pixels=LIMIT, draft_px=draft).shape[:2] == shape
+
+    def test_draft_counts_in_the_shown_orientation(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A turned photo is measured as people see it."""
+        exif = Image.Exif()
+        exif[274] = 6
+        Image.fromarray(picture(200, 400)).save(tmp_path / "x.jpg", exif=exif)
+        assert decode(tmp_path / "x.jpg", max_pixels=LIMIT, draft_px=(200, 100)).shape == (200, 100, 3)
+        assert decode(tmp_path / "x.jpg", max_pixels=LIMIT, draft_px=(100, 200)).shape == (400, 200, 3)
+
+
+class TestOrientation:
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    @pytest.mark.parametrize("name", ["x.jpg", "x.png", "x.webp", "x.tif"])
+    def test_exif_rotation_is_applied(self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str, orientation: int) -> None:
+        """Each of the eight ways, in each format, as the standard's own picture of it says."""
+        upright = picture(24, 40)
+        stored = {
+            1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
+            5: upright.transpose(1, 0, 2), 6: np.rot90(upright, 1), 7: upright[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(upright, -1),
+        }[orientation]  # fmt: skip
+        exif = Image.Exif()
+        exif[274] = orientation
+        options = {"quality": 100, "subsampling": 0} if name == "x.jpg" else {"lossless": True} if name == "x.webp" else {}
+        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / name, exif=exif, **options)
+        header, array = probe(tmp_path / name, LIMIT), decode(tmp_path / name, max_pixels=LIMIT)
+        assert header.orientation == orientation
+        assert header.shown_size == (24, 40)
+        assert array.flags.c_contiguous
+        assert np.abs(array.astype(int) - upright).max() <= (12 if name == "x.jpg" else 0)
+
+    def test_exif_behind_a_pngs_pixels_is_found(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """Some writers put the chunk last; the header still says it, without decoding."""
+        exif = Image.Exif()
+        exif[274] = 3
+        array = picture(20, 30)
+        Image.fromarray(array).save(tmp_path / "x.png")
+        body = exif.tobytes().removeprefix(b"Exif\0\0")
+        chunk = struct.pack(">I", len(body)) + b"eXIf" + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
+        data = (tmp_path / "x.png").read_bytes()
+        (tmp_path / "x.png").write_bytes(data[:-12] + chunk + data[-12:])
+        assert np.array_equal(decode(tmp_path / "x.png", max_pixels=LIMIT), array[::-1, ::-1])
+
+    def test_damaged_exif_means_no_rotation(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A broken side block does not cost the image."""
+        Image.fromarray(picture(20, 30)).save(tmp_path / "x.jpg", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+        assert decode(tmp_path / "x.jpg", max_pixels=LIMIT).shape == (20, 30, 3)
+
+
+class TestModes:
+    def test_grey_stays_one_channel(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """PNG, JPEG, TIFF and BMP."""
+        grey = picture(20, 30, 1)[..., 0]
+        for name in ("x.png", "x.jpg", "x.tif", "x.bmp"):
+            Image.fromarray(grey).save(tmp_path / name)
+            assert decode(tmp_path / name, max_pixels=LIMIT).shape == (20, 30, 1), name
+            assert probe(tmp_path / name, LIMIT).channels == 1
+
+    def test_one_bit_becomes_0_and_255(self, tmp_path: Path) -> None:
+        """In each format that has it, white on black and black on white."""
+        pixels = np.zeros((16, 24), bool)
+        pixels[4:9, 5:20] = True
+        image = Image.fromarray(pixels)
+        image.save(tmp_path / "x.png")
+        image.save(tmp_path / "x.bmp")
+        image.save(tmp_path / "x.tif")
+        image.save(tmp_path / "g4.tif", compression="group4")
+        tifffile.imwrite(tmp_path / "white.tif", ~pixels, photometric="miniswhite")
+        for name in ("x.png", "x.bmp", "x.tif", "g4.tif", "white.tif"):
+            assert np.array_equal(decode(tmp_path / name, max_pixels=LIMIT)[..., 0], pixels * np.uint8(255)), name
+            assert probe(tmp_path / name, LIMIT).bits == 1
+
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_16_bit_keeps_its_values(self, tmp_path: Path, channels: int) -> None:
+        """PNG and TIFF, grey and RGB, both byte orders: uint16 as stored, nothing turned white."""
+        array = np.random.default_rng(0).integers(0, 65536, (20, 30, channels), dtype=np.uint16)
+        plain = array[..., 0].copy() if channels == 1 else array
+        (tmp_path / "x.png").write_bytes(imagecodecs.png_encode(plain))
+        photometric = "minisblack" if channels == 1 else "rgb"
+        tifffile.imwrite(tmp_path / "x.tif", plain, photometric=photometric, compression="zlib", predictor=True)
+        tifffile.imwrite(tmp_path / "big.tif", plain, photometric=photometric, byteorder=">")
+        for name in ("x.png", "x.tif", "big.tif"):
+            out = decode(tmp_path / name, max_pixels=LIMIT)
+            assert out.dtype == np.uint16, name
+            assert np.array_equal(out, array), name
+            assert (probe(tmp_path / name, LIMIT).bits, probe(tmp_path / name, LIMIT).channels) == (16, channels)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "uint32"])
+    def test_other_numbers_become_float32_with_their_values(self, tmp_path: Path, dtype: str) -> None:
+        """Floats and signed numbers are not scaled here."""
+        array = (np.random.default_rng(0).random((20, 30)) * 3000).astype(dtype)
+        tifffile.imwrite(tmp_path / "x.tif", array)
+        out = decode(tmp_path / "x.tif", max_pixels=LIMIT)
+        assert out.dtype == np.float32
+        assert np.array_equal(out[..., 0], array.astype(np.float32))
+
+    def test_values_that_are_not_finite_are_an_error(self, tmp_path: Path) -> None:
+        """NaN would reach the loss."""
+        array = np.zeros((20, 30), np.float32)
+        array[3, 4:7] = np.nan
+        tifffile.imwrite(tmp_path / "x.tif", array)
+        with pytest.raises(DataError, match="3 values that are not finite"):
+            decode(tmp_path / "x.tif", max_pixels=LIMIT)
+
+    def test_alpha_is_laid_on_the_background(self, tmp_path: Path) -> None:
+        """RGBA, LA, a palette with transparency and a colour key: the hidden colour never shows."""
+        rgba = np.zeros((8, 8, 4), np.uint8)
+        rgba[..., :3] = (200, 100, 50)
+        rgba[:, 4:, 3] = 255
+        rgba[:, 2:4, 3] = 128
+        for name in ("x.png", "x.tif"):
+            Image.fromarray(rgba).save(tmp_path / name)
+            out = decode(tmp_path / name, max_pixels=LIMIT, background=(0, 0, 255))
+            assert out.shape == (8, 8, 3)
+            assert out[0, 0].tolist() == [0, 0, 255], name
+            assert out[0, 7].tolist() == [200, 100, 50]
+            assert np.abs(out[0, 3].astype(int) - [100, 50, 152]).max() <= 1
+        Image.fromarray(rgba).convert("LA").save(tmp_path / "la.png")
+        assert decode(tmp_path / "la.png", max_pixels=LIMIT)[0, 0].tolist() == [255]
+        assert decode(tmp_path / "la.png", max_pixels=LIMIT, background=(0, 0, 255))[0, 0].tolist() == [0, 0, 255]
+        palette = Image.fromarray(rgba[..., :3]).quantize(4)
+        hidden = palette.getpixel((0, 0))
+        palette.save(tmp_path / "p.png", transparency=hidden)
+        assert decode(tmp_path / "p.png", max_pixels=LIMIT)[0, 0].tolist() == [255, 255, 255]
+        Image.fromarray(rgba[..., :3]).save(tmp_path / "key.png", transparency=(200, 100, 50))
+        assert decode(tmp_path / "key.png", max_pixels=LIMIT)[0, 0].tolist() == [255, 255, 255]
+
+    def test_16_bit_alpha_is_blended_in_16_bit(self, tmp_path: Path) -> None:
+        """The background is scaled to the type."""
+        array = np.zeros((6, 6, 4), np.uint16)
+        array[..., 0] = 40_000
+        array[3:, :, 3] = 65535
+        (tmp_path / "x.png").write_bytes(imagecodecs.png_encode(array))
+        out = decode(tmp_path / "x.png", max_pixels=LIMIT)
+        assert out[0, 0].tolist() == [65535] * 3
+        assert out[5, 0].tolist() == [40_000, 0, 0]
+
+    def test_premultiplied_alpha_is_not_multiplied_again(self, tmp_path: Path) -> None:
+        """TIFF says which of the two it holds."""
+        array = np.zeros((6, 6, 4), np.uint8)
+        array[...] = (100, 0, 0, 128)
+        for kind, red in (("assocalpha", 100 + 127), ("unassalpha", 50 + 127)):
+            tifffile.imwrite(tmp_path / f"{kind}.tif", array, photometric="rgb", extrasamples=[kind])
+            assert abs(int(decode(tmp_path / f"{kind}.tif", max_pixels=LIMIT)[0, 0, 0]) - red) <= 1
+
+    def test_cmyk_follows_the_stated_rule(self, tmp_path: Path) -> None:
+        """(255 - C)(255 - K) / 255, in TIFF and in JPEG as Adobe stores it."""
+        ink = np.zeros((16, 16, 4), np.uint8)
+        ink[...] = (200, 30, 0, 55)
+        for name in ("x.tif", "x.jpg"):
+            Image.fromarray(ink, mode="CMYK").save(tmp_path / name)
+            out = decode(tmp_path / name, max_pixels=LIMIT)
+            assert np.abs(out[8, 8].astype(int) - [55 * 200 / 255, 225 * 200 / 255, 200]).max() <= 3, name
+            assert probe(tmp_path / name, LIMIT).channels == 3
+
+    def test_palette_gives_its_colours(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """PNG, TIFF and BMP palettes, as Pillow reads them."""
+        image = Image.fromarray(picture(20, 30)).quantize(16)
+        for name in ("x.png", "x.tif", "x.bmp"):
+            image.save(tmp_path / name)
+            assert np.array_equal(decode(tmp_path / name, max_pixels=LIMIT), np.asarray(image.convert("RGB"))), name
+
+    @pytest.mark.parametrize("planar", ["contig", "separate"])
+    def test_more_channels_stay(self, tmp_path: Path, planar: str) -> None:
+        """Five bands of a scene, in either layout of the file."""
+        array = np.random.default_rng(0).integers(0, 65536, (20, 30, 5), dtype=np.uint16)
+        stored = array if planar == "contig" else array.transpose(2, 0, 1)
+        tifffile.imwrite(tmp_path / "x.tif", stored, photometric="minisblack", planarconfig=planar)
+        assert np.array_equal(decode(tmp_path / "x.tif", max_pixels=LIMIT), array)
+        assert probe(tmp_path / "x.tif", LIMIT).channels == 5
+
+    def test_header_tells_the_channels_that_decoding_gives(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """Every mode that Pillow writes as PNG."""
+        for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
+            Image.fromarray(picture(20, 30)).convert(mode).save(tmp_path / "x.png")
+            assert decode(tmp_path / "x.png", max_pixels=LIMIT).shape[2] == probe(tmp_path / "x.png", LIMIT).channels, mode
+
+    def test_colours_come_in_the_order_red_green_blue(self, tmp_path: Path) -> None:
+        """No decoder hands over its own order."""
+        for name in ("x.png", "x.jpg", "x.webp", "x.bmp", "x.tif"):
+            Image.new("RGB", (32, 32), (250, 120, 10)).save(tmp_path / name)
+            assert np.abs(decode(tmp_path / name, max_pixels=LIMIT)[16, 16].astype(int) - [250, 120, 10]).max() <= 4, name
