@@ -1,0 +1,291 @@
+"""The commands. Results go to standard output, everything else to standard error.
+
+Exit codes: 0; 1 a fault of ours; 2 recipe or command line; 3 data; 4 does not fit in memory; 5 training failed;
+6 environment; 130 interrupted; 143 terminated. Everything heavy is imported by the command that needs it, so that
+`--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from hiresvis import __version__
+from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError
+
+# Of the system's errors, those that say something about the machine and not about this program.
+_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
+
+
+class Ui(str, Enum):
+    """Kinds of live view."""
+
+    auto = "auto"
+    rich = "rich"
+    plain = "plain"
+    json = "json"
+    off = "off"
+
+
+app = typer.Typer(
+    help="Fine-tune vision models on large images within a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: half the time, and readable in any terminal
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values instead of the recipe's: optim.lr=1e-4", show_default=False),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that fit made.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    app(args=None if argv is None else list(argv), prog_name="hiresvis")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"hiresvis {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def fit(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in the run folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, plan and probe; train nothing.")] = False,
+    ui: Annotated[Ui | None, typer.Option(help="The live view; the recipe's log.ui when not given.", show_default=False)] = None,
+) -> None:
+    """Check, plan, probe, train, report."""
+    with _ending():
+        from hiresvis.recipe import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+        from hiresvis.fit import fit as run_fit
+        from hiresvis.ui import make_view
+
+        # A view that fails says so once and is silent from then on (see its `handle`); the run goes on.
+        with make_view(ui.value if ui else loaded.recipe.log.ui) as view:
+            for event in run_fit(loaded, resume=resume, dry_run=dry_run):
+                view.handle(event)
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory instead of the recipe's: 24GiB.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """What fits and what it costs: the ladder, the chosen plan, the predicted peak. Needs no GPU."""
+    with _ending():
+        from hiresvis.recipe import load_recipe
+
+        loaded = load_recipe(recipe, [*(overrides or ()), *([f"memory.budget={budget}"] if budget else [])])
+        from hiresvis.fit import plan as run_plan
+
+        _print_report(run_plan(loaded, budget=None), as_json)
+
+
+@app.command()
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Read headers only; decode nothing.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are errors.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Recipe, whole data set decoded once, model built: every finding at once."""
+    with _ending():
+        from hiresvis.recipe import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+        from hiresvis.fit import check as run_check
+
+        report = run_check(loaded, fast=fast)
+        _print_report(report, as_json)
+        failed = bool(report.errors or (strict and report.warnings))
+    if failed:
+        raise typer.Exit(DataError.exit_code)
+
+
+@app.command()
+def evaluate(
+    run: RunPath,
+    data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Metrics of the best weights, with the run's own preprocessing."""
+    with _ending():
+        from hiresvis.fit import evaluate as run_evaluate
+
+        found = run_evaluate(run, data=data)
+        if as_json:
+            _print_json(found)
+        else:
+            for name, value in _flat(found):
+                print(f"{name} {value}")
+
+
+@app.command()
+def predict(
+    run: RunPath,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Images, or folders of images.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="Write the table here.", show_default=False)] = None,
+) -> None:
+    """Class names and scores of each image, as CSV."""
+    with _ending():
+        from hiresvis.fit import predict as run_predict
+
+        rows = run_predict(run, paths)
+        if out is None:
+            _write_predictions(rows, sys.stdout)
+        else:
+            with _whole_file(out) as stream:
+                number = _write_predictions(rows, stream)
+            _say(f"{number} images: {out}")
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write report.html from the files of a run, and print its path."""
+    with _ending():
+        from hiresvis.run import RunDirectory
+        from hiresvis.ui.report import write_report
+
+        print(write_report(RunDirectory.open(run).root))
+
+
+@app.command()
+def schema() -> None:
+    """The recipe's JSON schema, for editors: hiresvis schema > hiresvis.schema.json"""
+    with _ending():
+        from hiresvis.recipe import recipe_json_schema
+
+        _print_json(recipe_json_schema())
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Turns whatever ends a command into its message and its exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except HiresvisError as error:
+        _say(str(error))
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # The reader, `head` for one, has what it wanted. What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except typer.Exit:
+        raise
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT:
+            raise typer.Exit(_fault(error)) from None
+        _say(f"{error}; free some space or check permissions, then run it again")
+        raise typer.Exit(EnvironmentFailed.exit_code) from None
+    except Exception as error:
+        raise typer.Exit(_fault(error)) from None
+
+
+def _fault(error: Exception) -> int:
+    """Tells an error that nobody foresaw in one line, and returns its exit code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    where = f" ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    _say(f"A fault in hiresvis: {type(error).__name__}: {error}{where}. {_save_traceback()}")
+    return HiresvisError.exit_code
+
+
+def _save_traceback() -> str:
+    """Writes the traceback of the current exception to a file, and says which."""
+    text = f"hiresvis {__version__}, Python {sys.version.split()[0]}, {' '.join(sys.argv)}\n\n{traceback.format_exc()}"
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="hiresvis-fault-", suffix=".txt", delete=False) as stream:
+            stream.write(text)
+    except OSError:
+        return text
+    return f"The traceback is in {stream.name}; please report it."
+
+
+def _say(text: str) -> None:
+    """A message for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    from hiresvis.run.files import json_text
+
+    print(json_text(value, indent=2))
+
+
+def _print_report(found: Any, as_json: bool) -> None:
+    if not as_json:
+        print(*found.lines(), sep="\n")
+        return
+    value = found.to_json()
+    _print_json(json.loads(value) if isinstance(value, str) else value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _write_predictions(rows: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
+    """Rows as CSV: path, label, score, and one column for each class. Returns how many."""
+    writer: csv.DictWriter[str] | None = None
+    number = 0
+    for row in rows:
+        number += 1
+        scores = row["scores"]
+        if writer is None:
+            writer = csv.DictWriter(stream, ["path", "label", "score", *(f"score_{name}" for name in scores)], lineterminator="\n")
+            writer.writeheader()
+        named = {f"score_{name}": score for name, score in scores.items()}
+        writer.writerow({"path": row["path"], "label": row["label"], "score": row["score"], **named})
+        stream.flush()
+    return number
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[TextIO]:
+    """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial.
+
+    Raises:
+        EnvironmentFailed: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as stream:
+            yield stream
+        os.replace(partial, path)
+    except OSError as error:
+        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to --out") from error
