@@ -107,10 +107,12 @@ def warmup_steps(warmup: float | int | str, steps: int) -> int:
     Raises:
         ValueError: negative, or not less than steps.
     """
-    if isinstance(warmup, str):
-        text = warmup.strip()
-        warmup = float(text[:-1]) / 100 if text.endswith("%") else int(text)
-    count = round(warmup * steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
+    text = str(warmup).strip()
+    if text.endswith("%"):
+        count = round(float(text[:-1]) / 100 * steps)
+    else:
+        number = float(text)
+        count = round(number * steps) if 0 < number < 1 else int(number)
     if not 0 <= count < max(steps, 1):
         raise ValueError(f"warmup {warmup} is {count} steps, not between 0 and the run's {steps} steps")
     return count

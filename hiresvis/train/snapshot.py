@@ -160,7 +160,7 @@ def _read_commit(folder: Path) -> dict[str, Any] | None:
     path = folder / _STATE
     try:
         commit = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise RunFolderError(f"{path}: not JSON ({error}); it was changed after it was saved. Remove {folder} and start again.") from error

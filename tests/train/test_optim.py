@@ -1,0 +1,109 @@
+"""Optimizer, learning-rate rules and schedule."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+from hiresvis.train.optim import auto_layer_decay, auto_lr, build_optimizer, build_schedule, is_transformer, warmup_steps
+
+
+def _groups_of(model, optimizer):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def test_norms_and_biases_are_not_decayed():
+    """Weight decay meets matrices alone, and not what the model excludes (position embedding)."""
+    model = timm.create_model("test_vit", num_classes=3)
+    groups = _groups_of(model, build_optimizer(model, name="adamw", lr=1e-3, weight_decay=0.05))
+    assert groups["blocks.0.attn.qkv.weight"]["weight_decay"] == 0.05
+    assert {groups[name]["weight_decay"] for name in ("blocks.0.attn.qkv.bias", "norm.weight", "pos_embed")} == {0.0}
+
+
+def test_sgd_has_nesterov_momentum():
+    """sgd is SGD with Nesterov momentum 0.9."""
+    optimizer = build_optimizer(timm.create_model("test_resnet", num_classes=3), name="sgd", lr=0.1)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {(0.9, True)}
+
+
+def test_layer_decay_reaches_the_learning_rates_that_are_used():
+    """The head trains at lr, the block below it at 0.75 lr, and so on, from construction on and at every step of the schedule."""
+    model = timm.create_model("test_vit", num_classes=3)  # 6 blocks: stem, 6 layers, head
+    optimizer = build_optimizer(model, name="adamw", lr=1e-3, layer_decay=0.75)
+    groups = _groups_of(model, optimizer)
+    schedule = build_schedule(lr=2e-3, schedule="cosine", warmup=0, steps=10)
+    for set_lr in (lambda: 1e-3, lambda: schedule.apply(optimizer, 5)):
+        lr = set_lr()
+        assert groups["head.weight"]["lr"] == pytest.approx(lr)
+        assert groups["blocks.5.attn.qkv.weight"]["lr"] == pytest.approx(0.75 * lr)
+        assert groups["patch_embed.proj.weight"]["lr"] == pytest.approx(0.75**7 * lr)
+
+
+def test_frozen_parameters_are_not_in_the_optimizer():
+    """What requires no gradient takes no optimizer state; nothing left to train is an error."""
+    model = timm.create_model("test_resnet", num_classes=3)
+    model.conv1.requires_grad_(False)
+    for layer_decay in (None, 0.9):
+        assert not any(
+            name.startswith("conv1.") for name in _groups_of(model, build_optimizer(model, name="sgd", lr=1, layer_decay=layer_decay))
+        )
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        build_optimizer(model, name="sgd", lr=1)
+
+
+def test_learning_rate_rule_follows_the_batch_and_gives_its_reason():
+    """AdamW by the square root, SGD in proportion; a lone head gets more; the printed rule contains the numbers."""
+    small, why = auto_lr("adamw", batch=16, pretrained=True)
+    assert (small, auto_lr("adamw", batch=64, pretrained=True)[0]) == (2.5e-4, 5e-4)
+    assert why == "adamw, fine-tuning all layers: 0.0005 x sqrt(16/64)"
+    assert auto_lr("sgd", batch=16, pretrained=True)[0] == pytest.approx(auto_lr("sgd", batch=64, pretrained=True)[0] / 4)
+    assert auto_lr("adamw", batch=16, pretrained=True, adapt="head")[0] == 10 * small
+    assert (
+        auto_lr("adamw", batch=16, pretrained=True, transformer=True)[0] < auto_lr("adamw", batch=16, pretrained=True, layer_decay=0.75)[0]
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("test_vit", 0.75), ("test_resnet", None), ("test_convnext", None), ("test_maxvit", None)])
+def test_layer_decay_is_for_pretrained_plain_transformers(name, value):
+    """0.75 for a ViT with weights; none for convnets and pyramids, nor without weights."""
+    model = timm.create_model(name)
+    assert is_transformer(model) == (value is not None)
+    assert auto_layer_decay(model, pretrained=True)[0] == value
+    assert auto_layer_decay(model, pretrained=False)[0] is None
+
+
+def test_cosine_rises_then_falls_to_one_percent():
+    """Warm-up never starts at zero, the peak is lr, the last step is at 1% of it, and later steps stay there."""
+    schedule = build_schedule(lr=1.0, schedule="cosine", warmup="20%", steps=20)
+    rates = [schedule.at(step) for step in range(20)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == schedule.at(50) == pytest.approx(0.01)
+
+
+def test_constant_schedule_keeps_the_rate_after_warm_up():
+    """constant: lr from the end of the warm-up on."""
+    schedule = build_schedule(lr=1.0, schedule="constant", warmup=1, steps=5)
+    assert [schedule.at(step) for step in range(5)] == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("warmup", "count"), [("5%", 5), (0.05, 5), (7, 7), ("7", 7), (0, 0), (0.0, 0)])
+def test_warm_up_is_a_share_or_a_number_of_steps(warmup, count):
+    """5%, 0.05 and plain steps are understood."""
+    assert warmup_steps(warmup, 100) == count
+
+
+@pytest.mark.parametrize("warmup", [100, "100%", -1])
+def test_warm_up_longer_than_the_run_is_refused(warmup):
+    """The message has the number of steps on both sides."""
+    with pytest.raises(ValueError, match="the run's 100 steps"):
+        warmup_steps(warmup, 100)
+
+
+def test_single_step_run_has_a_schedule():
+    """A run of one step uses the full rate."""
+    assert build_schedule(lr=1.0, schedule="cosine", warmup="5%", steps=1).at(0) == 1.0
