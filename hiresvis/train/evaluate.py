@@ -74,7 +74,9 @@ def evaluation_steps(
         The evaluation.
     """
     loss_fn = CrossEntropy() if loss_fn is None else loss_fn
-    logits_of, targets_of, indices = [], [], []
+    logits_of: list[Tensor] = []
+    targets_of: list[Tensor] = []
+    indices: list[int] = []
     with eval_mode(step.model):
         for done, item in enumerate(fetch(loader), start=1):
             logits_of.append(step.predict(item.images).cpu())

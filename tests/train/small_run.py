@@ -2,8 +2,8 @@
 
     python small_run.py FOLDER MODEL EPOCHS [--slow]
 
---slow waits at each validation batch and after each step, for signals to arrive there. The script prints one line per event, prints `interrupted`
-and exits as the command line tool does.
+--slow waits at each validation batch and after each step, for signals to arrive there. The script
+prints one line per event, prints `interrupted` and exits as the command line tool does.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,11 +44,39 @@ def _assert_same(folder: Path, other: Path) -> None:
         assert same, name
 
 
-def _start(folder: Path, model: str) -> subprocess.Popen:
-    """The small run of two epochs in its own process, slow enough for signals to hit."""
-    command = [sys.executable, str(SCRIPT), str(folder), model, "2", "--slow"]
-    environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+class _Child:
+    """The small run of two epochs in its own process, slow enough for signals to hit: a fork of this one, or a fresh interpreter."""
+
+    def __init__(self, small, folder: Path, model: str, *, fresh: bool) -> None:
+        arguments = [str(folder), model, "2", "--slow"]
+        reading, writing = os.pipe()
+        if fresh:
+            environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+            self.pid = os.posix_spawn(
+                sys.executable, [sys.executable, str(SCRIPT), *arguments], environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)]
+            )
+        elif (pid := os.fork()) == 0:
+            os.dup2(writing, 1)
+            sys.stdout = os.fdopen(1, "w")
+            code = 1
+            try:
+                code = small.main(arguments)
+            finally:
+                os._exit(code)
+        else:
+            self.pid = pid
+        os.close(writing)
+        self.lines = os.fdopen(reading)
+
+    def signal_at(self, where: str, signum: int) -> tuple[int, list[str]]:
+        """Sends the signal when the line comes; returns the exit code (negative: died of a signal) and the lines after that."""
+        with self.lines:
+            for line in self.lines:
+                if line.strip() == where:
+                    os.kill(self.pid, signum)
+                    break
+            rest = self.lines.read().split("\n")
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), rest
 
 
 def _interrupted_after(trainer, num_steps: int) -> list[Event]:
@@ -211,19 +238,18 @@ def test_handlers_are_as_before_when_the_run_is_over(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("signum", "where", "code"),
-    [(signal.SIGINT, "step_done 1 2", 130), (signal.SIGINT, "evaluation_step 1 1", 130), (signal.SIGTERM, "step_done 2 1", 143)],
+    ("signum", "where", "code", "fresh"),
+    [
+        (signal.SIGINT, "step_done 1 2", 130, True),
+        (signal.SIGINT, "evaluation_step 1 1", 130, False),
+        (signal.SIGTERM, "step_done 2 1", 143, False),
+    ],
 )
-def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp_path, signum, where, code):
+def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp_path, signum, where, code, fresh):
     """A process that gets SIGINT or SIGTERM in training or evaluation ends with 130 or 143; resumed, it equals one left in peace."""
     folder = tmp_path / "stopped"
-    with _start(folder, "test_resnet") as process:
-        for line in process.stdout:
-            if line.strip() == where:
-                process.send_signal(signum)
-                break
-        rest = process.stdout.read().split("\n")
-    assert process.returncode == code
+    exit_code, rest = _Child(small, folder, "test_resnet", fresh=fresh).signal_at(where, signum)
+    assert exit_code == code
     assert rest[-2] == "interrupted"
     assert sum(line.startswith(("step_done", "evaluation_step")) for line in rest) <= 1
     resumed = small.make_trainer(folder, "test_resnet")
@@ -235,17 +261,14 @@ def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp
 
 def test_killed_run_resumes_from_its_last_snapshot_and_ends_the_same(small, tmp_path):
     """kill -9 after the first epoch: the run resumes there and ends with the bits of an undisturbed one."""
-    with _start(tmp_path / "killed", "test_vit") as process:
-        for line in process.stdout:
-            if line.startswith("step_done 2 1"):
-                process.kill()
-                break
-        process.stdout.read()
-    resumed = small.make_trainer(tmp_path / "killed")
-    resumed.restore(load_snapshot(tmp_path / "killed" / "snapshot"))
+    folder = tmp_path / "killed"
+    assert _Child(small, folder, "test_vit", fresh=False).signal_at("step_done 2 1", signal.SIGKILL)[0] == -signal.SIGKILL
+    resumed = small.make_trainer(folder)
+    resumed.restore(load_snapshot(folder / "snapshot"))
+    assert resumed.progress.epoch == 2
     list(resumed.fit())
     list(small.make_trainer(tmp_path / "straight").fit())
-    _assert_same(tmp_path / "straight", tmp_path / "killed")
+    _assert_same(tmp_path / "straight", folder)
 
 
 def test_best_weights_newer_than_the_snapshot_are_taken_as_they_are(small, tmp_path):
