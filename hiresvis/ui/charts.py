@@ -12,7 +12,7 @@ from hiresvis.ui.svg import Curve, Scale, drawing, element, frame, line_chart, t
 from hiresvis.ui.text import number, shorten
 from hiresvis.units import GIB, KIB, MIB, format_size
 
-PLAN_WIDTH, PLAN_HEIGHT = 1080, 330
+PLAN_WIDTH, PLAN_HEIGHT = 1080, 344
 BAR_WIDTH, BAR_LEFT = 1080, 92
 PART_NAMES = {
     "baseline": "before the first step",
@@ -40,7 +40,7 @@ def loss_chart(state: RunState) -> Markup:
 def centred_mean(points: Sequence[tuple[float, float]], share: float = 0.06) -> list[tuple[float, float]]:
     """Each point as the mean of those around it, `share` of the curve wide: unlike a running mean it does not lag behind.
 
-    >>> centred_mean([(0, 1.0), (1, 4.0), (2, 1.0)], share=1.0)
+    >>> centred_mean([(0, 1.0), (1, 4.0), (2, 1.0)], share=0.5)
     [(0, 2.5), (1, 2.0), (2, 2.5)]
     """
     reach = max(1, round(len(points) * share / 2)) if len(points) > 2 else 0
@@ -97,7 +97,7 @@ def plan_chart(plan: Mapping[str, Any]) -> Markup:
     top_bytes = max(max(unit.get("saved_bytes") or 0, unit.get("kept_bytes") or 0) for unit in units) or 1
     factor, name = size_unit(top_bytes)
     y_ticks = ticks(0.0, top_bytes / factor, 4)
-    base = PLAN_HEIGHT - 62
+    base = PLAN_HEIGHT - 76
     y = Scale(0.0, y_ticks[-1], base, 30)
     x = Scale(0.0, len(units), 62, PLAN_WIDTH - 10)
     parts = frame(x, y, (), y_ticks, lambda value: f"{value:g}", "")
@@ -146,16 +146,19 @@ def _segment_marks(units: Sequence[Mapping[str, Any]], x: Scale, base: float) ->
 
 def _stage_marks(units: Sequence[Mapping[str, Any]], x: Scale, base: float) -> list[Markup]:
     marks = []
-    row_ends = [-1.0, -1.0]  # two rows of names, so that short stages side by side do not cover each other
+    row_ends = [-1.0, -1.0, -1.0]  # rows of names, so that short stages side by side do not cover each other
     for stage, first, after in _groups(units, "stage"):
         left, right = x(first), x(after)
         if first:
             marks.append(element("line", x1=left, x2=left, y1=30, y2=base + 14, class_="border"))
         name = shorten(str(stage or ""), 16)
-        middle, half = (left + right) / 2, 3.4 * len(name)
-        row = 0 if middle - half > row_ends[0] else 1
-        row_ends[row] = middle + half + 4
-        marks.append(element("text", name, x=min(max(middle, x.start + half), x.end - half), y=base + 30 + 15 * row, class_="tick mid"))
+        half = 3.6 * len(name)
+        middle = min(max((left + right) / 2, x.start + half), x.end - half)
+        row = next((row for row, end in enumerate(row_ends) if middle - half > end), None)
+        if row is None:  # the bars' own titles still tell
+            continue
+        row_ends[row] = middle + half + 6
+        marks.append(element("text", name, x=middle, y=base + 30 + 15 * row, class_="tick mid"))
     return marks
 
 
@@ -172,21 +175,19 @@ def peak_chart(plan: Mapping[str, Any], how: str) -> Markup:
     factor, name = size_unit(top)
     x_ticks = [tick for tick in ticks(0.0, 1.04 * top / factor, 8) if tick <= 1.06 * top / factor]
     x = Scale(0.0, 1.04 * top / factor, BAR_LEFT, BAR_WIDTH - 16)
-    height = 150
+    height = 166
     parts = [element("text", f"{value:g}", x=x(value), y=height - 14, class_="tick mid") for value in x_ticks]
     parts.append(element("text", name, x=BAR_LEFT - 10, y=height - 14, class_="tick end"))
-    parts += _stack("predicted", parts_bytes, 34, x, factor)
+    parts += _stack("predicted", parts_bytes, 50, x, factor)
     if measured:
         baseline = int(measured_of_plan.get("baseline_bytes") or 0)
         pieces = [("baseline", baseline), (how, measured - baseline)] if 0 < baseline < measured else [(how, measured)]
-        parts += _stack("measured", pieces, 82, x, factor)
-    for size, word in ((budget, "budget"), (capacity, "capacity")):
+        parts += _stack("measured", pieces, 98, x, factor)
+    for row, (size, word) in enumerate(((capacity, "capacity"), (budget, "budget"))):  # a row each: the two may lie close together
         if size and size <= top:
             place = x(size / factor)
-            parts.append(element("line", x1=place, x2=place, y1=24, y2=height - 30, class_=word))
-            parts.append(
-                element("text", f"{word} {format_size(size)}", x=place, y=16, class_="tick end" if word == "budget" else "tick mid")
-            )
+            parts.append(element("line", x1=place, x2=place, y1=18 + 16 * row, y2=height - 30, class_=word))
+            parts.append(element("text", f"{word} {format_size(size)}", x=place - 5, y=16 + 16 * row, class_="tick end"))
     return drawing(BAR_WIDTH, height, parts, "Predicted peak by part, measured peak and budget")
 
 

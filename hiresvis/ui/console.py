@@ -170,7 +170,7 @@ class ConsoleView(View):
 
     def _interrupted(self, event: RunInterrupted) -> None:
         self._area.stop()
-        for label, text in interrupted_lines(event):
+        for label, text in interrupted_lines(self._state, event):
             self._labelled(label, text, "bold yellow")
         self._commands("resume", (event.resume_command,))
 

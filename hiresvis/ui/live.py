@@ -72,13 +72,15 @@ class LiveArea(RenderHook):
             thread.join(timeout=2)
         with self.lock:
             self._active = False
-            self._give_back()
             self._console.pop_render_hook()
+            unfinished = self._give_back()
             try:
                 self._console.control(self._above())
             finally:
                 self._drawn = []
                 self._console.show_cursor(True)
+            for stream in unfinished:
+                stream.finish()
 
     def refresh(self) -> None:
         """Draw again."""
@@ -126,13 +128,16 @@ class LiveArea(RenderHook):
                 self._streams.append((name, stream))
                 setattr(sys, name, _Above(self._console, stream, self.lock))
 
-    def _give_back(self) -> None:
+    def _give_back(self) -> list[_Above]:
+        """Put the standard streams back; returns the stand-ins, which may hold a line without an end."""
+        stand_ins = []
         for name, stream in self._streams:
-            proxy = getattr(sys, name)
-            if isinstance(proxy, _Above):
+            stand_in = getattr(sys, name)
+            if isinstance(stand_in, _Above):
                 setattr(sys, name, stream)
-                proxy.finish()
+                stand_ins.append(stand_in)
         self._streams = []
+        return stand_ins
 
 
 def _with_erasure(control: Control) -> Control:

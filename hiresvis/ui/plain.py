@@ -20,6 +20,7 @@ from hiresvis.run.events import (
     StepDone,
     to_json,
 )
+from hiresvis.run.files import json_text
 from hiresvis.ui.state import RunState, advance
 from hiresvis.ui.text import (
     evaluated_text,
@@ -81,7 +82,7 @@ class PlainView(View):
                     self._line(f"{label:<8}{text}")
                 self._commands(next_commands(state.started.run_dir) if state.started else ())
             case RunInterrupted():
-                for label, text in interrupted_lines(event):
+                for label, text in interrupted_lines(state, event):
                     self._line(f"{label:<8}{text}")
                 self._commands((event.resume_command,))
 
@@ -173,17 +174,9 @@ class JsonView(View):
         self._stream = stream
 
     def _show(self, event: Event) -> None:
-        self._stream.write(json.dumps(_finite(to_json(event)), allow_nan=False) + "\n")
+        # Escaped to ASCII: any stream can carry it, whatever its encoding.
+        self._stream.write(json.dumps(json.loads(json_text(to_json(event)))) + "\n")
         self._stream.flush()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: strict readers refuse the word."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _value(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hiresvis.run.files import write_text
 from hiresvis.ui import charts
 from hiresvis.ui.run_files import Prediction, RunFiles, read_run
 from hiresvis.ui.scores import SplitScores, split_scores
@@ -35,6 +35,7 @@ NUM_WORST = 12
 TABLE_CLASSES = 20  # a confusion table with numbers up to here, a grid of shades up to GRID_CLASSES
 GRID_CLASSES = 120
 NUM_CONFUSED = 12
+NUM_NOTICES = 40  # a broken disk may skip thousands of files
 
 _ENDS = {
     "completed": ("good", "completed"),
@@ -47,13 +48,11 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder and return its path; the page before it stays until the new one is whole.
 
     Raises:
-        FileNotFoundError: the folder holds none of a run's files.
+        RunFolderError: the folder holds none of a run's files.
+        EnvironmentFailed: the page cannot be written.
     """
-    page = render_report(read_run(run_dir))
     target = run_dir / "report.html"
-    draft = run_dir / ".report.html.tmp"
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, target)
+    write_text(target, render_report(read_run(run_dir)))
     return target
 
 
@@ -71,6 +70,7 @@ def _context(run: RunFiles) -> dict[str, Any]:
     splits = [split for split in ("test", "val") if any(row.split == split for row in run.predictions)]
     scores = [found for split in splits if (found := split_scores(split, run.predictions, run.classes))]
     model, image_size = _model(run)
+    serious = sorted((notice for notice in state.notices if notice.level != "info"), key=lambda notice: notice.level != "error")
     return {
         "title": state.started.run_name if state.started else run.folder.resolve().name,
         "model": model,
@@ -95,7 +95,8 @@ def _context(run: RunFiles) -> dict[str, Any]:
         "worst": _worst(run),
         "resolved": state.resolved,
         "resolved_text": run.resolved,
-        "notices": [notice for notice in state.notices if notice.level != "info"],
+        "notices": serious[:NUM_NOTICES],
+        "more_notices": max(0, len(serious) - NUM_NOTICES),
         "infos": [notice for notice in state.notices if notice.level == "info"],
         "commands": _commands(run),
         "gaps": run.gaps,
@@ -150,15 +151,15 @@ def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     pace = sum(speeds) / len(speeds) if speeds else state.images_per_second
     if pace:
         seconds = state.finished.seconds if state.finished else 0.0
-        tiles.append(("images per second", speed(pace), f"{format_duration(seconds)} in all" if seconds else "training"))
+        tiles.append(("images per second", speed(pace), f"{format_duration(seconds)} in all" if seconds else "in training"))
     return tiles
 
 
 def _charts(state: RunState) -> list[tuple[str, Markup, list[tuple[str, str]]]]:
     """(heading, drawing, legend as (name, style)); empty drawings are left out."""
-    loss_names = [("train, by step", "thin"), ("train, mean", "c1"), ("validation", "c2")]
+    loss_names = [("train step", "thin"), ("train mean", "c1"), ("val", "c2")]
     if not state.losses.all_points:
-        loss_names = [("train", "c1"), ("validation", "c2")]
+        loss_names = [("train", "c1"), ("val", "c2")]
     drawn = [
         ("Loss", charts.loss_chart(state), loss_names),
         ("Validation metrics", charts.metric_chart(state), charts.metric_names(state)),

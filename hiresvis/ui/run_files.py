@@ -6,11 +6,13 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.run.events import EVENTS, Event, from_json
+from hiresvis.errors import RunFolderError
+from hiresvis.run.directory import read_events
+from hiresvis.run.events import Event
 from hiresvis.ui.state import EpochSummary, RunState, replay
 
 _SUMMARY_COLUMNS = {"epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss"}
@@ -57,10 +59,10 @@ def read_run(folder: Path) -> RunFiles:
     """Everything the report needs from a run folder.
 
     Raises:
-        FileNotFoundError: the folder holds none of a run's files.
+        RunFolderError: the folder holds none of a run's files.
     """
     gaps: list[str] = []
-    events = list(_events(folder / "events.jsonl", gaps))
+    events = _events(folder / "events.jsonl", gaps)
     state = replay(events)
     plan = _json(folder / "plan.json", gaps)
     contract = _json(folder / "contract.json", gaps)
@@ -71,7 +73,9 @@ def read_run(folder: Path) -> RunFiles:
     classes = tuple(contract.get("classes") or (state.started.classes if state.started else ()))
     predictions = tuple(_predictions(folder / "predictions.csv", classes, gaps))
     if not (events or plan or contract or resolved or summaries or predictions):
-        raise FileNotFoundError(f"{folder}: no run folder; it has none of events.jsonl, metrics.csv, plan.json, contract.json")
+        raise RunFolderError(
+            f"{folder}: nothing to report (no events.jsonl, metrics.csv or plan.json); give a folder that hiresvis fit made"
+        )
     return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps))
 
 
@@ -93,24 +97,13 @@ def _json(path: Path, gaps: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _events(path: Path, gaps: list[str]) -> Iterator[Event]:
+def _events(path: Path, gaps: list[str]) -> list[Event]:
     """The events of each line that is whole; a run that was killed may end in the middle of one."""
-    unread = 0
-    for line in _text(path, gaps).splitlines():
-        try:
-            row = json.loads(line)
-            yield from_json(_with_nan(row))
-        except (ValueError, TypeError, AttributeError):
-            unread += bool(line.strip())
-    if unread:
-        gaps.append(f"{path.name}: {unread} lines could not be read")
-
-
-def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON cannot hold were written as null."""
-    cls = EVENTS.get(row.get("event", ""))
-    floats = {field.name for field in fields(cls) if field.type == "float"} if cls else set()
-    return {key: math.nan if value is None and key in floats else value for key, value in row.items()}
+    try:
+        return list(read_events(path))
+    except RunFolderError:
+        _text(path, gaps)  # tells why
+        return []
 
 
 def _rows(path: Path, gaps: list[str]) -> Iterator[dict[str, str]]:

@@ -167,8 +167,9 @@ class RunState:
 
     @property
     def epoch_loss(self) -> float | None:
-        """Mean training loss over the images of the running epoch so far."""
-        return self.epoch_loss_sum / self.epoch_images if self.epoch_images else None
+        """Mean training loss over the images of the running epoch so far; None where a part of it ran before a resumption."""
+        whole = self.epoch is not None and self.epoch.first_step == 1 and self.epoch_images > 0
+        return self.epoch_loss_sum / self.epoch_images if whole else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -213,10 +214,9 @@ class RunState:
 
     @property
     def best(self) -> tuple[str, float, int] | None:
-        """Metric, best value and its epoch."""
-        if self.finished:
-            return self.finished.metric, self.finished.best_value, self.finished.best_epoch
-        return (self.val.metric, self.val.best_value, self.val.best_epoch) if self.val else None
+        """Metric, best value and its epoch; None while no epoch was evaluated."""
+        source = self.finished or self.val
+        return (source.metric, source.best_value, source.best_epoch) if source and source.best_epoch else None
 
     @property
     def memory_bytes(self) -> int:

@@ -323,7 +323,8 @@ def final_lines(state: RunState, event: RunFinished) -> list[tuple[str, str]]:
     """The last screen as (label, text); the label is empty where the one above goes on."""
     reason = _REASONS.get(event.reason, event.reason)
     lines = [("done", f"{reason}; {event.epochs} epochs in {format_duration(event.seconds)}")]
-    lines.append(("best", f"{event.metric} {number(event.best_value, 4)} at epoch {event.best_epoch}"))
+    best = f"{event.metric} {number(event.best_value, 4)} at epoch {event.best_epoch}" if event.best_epoch else "no epoch was evaluated"
+    lines.append(("best", best))
     if event.test_metrics:
         lines.append(("test", metrics_text(event.test_metrics)))
     lines += [("peak" if i == 0 else "", text) for i, text in enumerate(peak_lines(state, event))]
@@ -345,9 +346,10 @@ def peak_lines(state: RunState, event: RunFinished) -> list[str]:
     ]
 
 
-def interrupted_lines(event: RunInterrupted) -> list[tuple[str, str]]:
-    """The last screen of a run that was stopped."""
-    return [("stopped", f"{event.signal} at epoch {event.epoch}, step {event.step}; the state was saved")]
+def interrupted_lines(state: RunState, event: RunInterrupted) -> list[tuple[str, str]]:
+    """The last screen of a run that was stopped; it says that the state was saved only where a snapshot of this very step came."""
+    saved = state.snapshot is not None and (state.snapshot.epoch, state.snapshot.step) == (event.epoch, event.step)
+    return [("stopped", f"{event.signal} at epoch {event.epoch}, step {event.step}{'; the state was saved' if saved else ''}")]
 
 
 def is_cpu(state: RunState) -> bool:
