@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +32,7 @@ PREFETCH = 2  # micro-batches ready or in work per worker; more hides nothing an
 _NO_LABEL = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """What one forward and backward takes.
 
@@ -299,17 +301,18 @@ class _Engine:
         options: dict[str, Any] = {}
         if workers:
             options = {"prefetch_factor": PREFETCH, "persistent_workers": persistent, "multiprocessing_context": start_method}
-        self._loader: DataLoader[_Loaded] = DataLoader(
-            source,  # type: ignore[arg-type]
-            sampler=self._sampler,
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=_identity,
-            pin_memory=pin,
-            worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # torch draws a base seed an epoch from it, instead of from the global state that runs record
-            **options,
-        )
+        with _no_advice_on_workers():
+            self._loader: DataLoader[_Loaded] = DataLoader(
+                source,  # type: ignore[arg-type]
+                sampler=self._sampler,
+                batch_size=None,
+                num_workers=workers,
+                collate_fn=_identity,
+                pin_memory=pin,
+                worker_init_fn=_start_worker,
+                generator=torch.Generator(),  # torch draws a base seed an epoch from it, instead of from the global state that runs record
+                **options,
+            )
 
     def run(self, tasks: list[_Task]) -> Iterator[_Loaded]:
         """The results in the order of the tasks.
@@ -319,7 +322,8 @@ class _Engine:
             EnvironmentFailed: a worker process died; names the files it may have been at.
         """
         self._sampler.tasks = tasks
-        results = iter(self._loader)
+        with _no_advice_on_workers():
+            results = iter(self._loader)
         for task in tasks:
             try:
                 result = next(results)
@@ -346,6 +350,14 @@ class _Engine:
             f"{task.epoch}: {files}. Out of memory and a full /dev/shm are the usual reasons: lower data.workers, or set it to 0 to see "
             "the error itself."
         )
+
+
+@contextmanager
+def _no_advice_on_workers() -> Iterator[None]:
+    """torch warns of more workers than cores each time; a number that the user gave is the user's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
 def _identity(result: _Loaded) -> _Loaded:

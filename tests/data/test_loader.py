@@ -1,0 +1,251 @@
+"""What a step sees depends on seed, epoch and batch alone, and bad files are said by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader, auto_workers
+from hiresvis.data.sources import Sample
+from hiresvis.data.transforms import Pipeline, Preprocess, make_augment
+from hiresvis.errors import DataError, EnvironmentFailed
+
+SIZE = (24, 32)
+PREPROCESS = Preprocess(SIZE)
+
+
+@pytest.fixture
+def samples(tmp_path: Path, save_image: Callable[..., Path]) -> tuple[Sample, ...]:
+    """Eleven different images of three classes."""
+    paths = [save_image(tmp_path / f"{index:02d}.png", seed=index) for index in range(11)]
+    return tuple(Sample(path, index % 3, f"t.csv:{index + 2}", None, path.name) for index, path in enumerate(paths))
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    return Pipeline(PREPROCESS, make_augment("heavy", image_size=SIZE))
+
+
+@pytest.fixture
+def make(samples: tuple[Sample, ...], pipeline: Pipeline) -> Iterator[Callable[..., TrainLoader]]:
+    """make(**changes) -> TrainLoader, closed at the end."""
+    made: list[TrainLoader] = []
+
+    def build(which: tuple[Sample, ...] = samples, **changes: Any) -> TrainLoader:
+        options: dict[str, Any] = {"max_pixels": 10**6, "batch": 4, "micro_batch": 3, "seed": 5, **changes}
+        made.append(TrainLoader(which, pipeline, **options))
+        return made[-1]
+
+    yield build
+    for loader in made:
+        loader.close()
+
+
+def same(first: list[MicroBatch], second: list[MicroBatch]) -> bool:
+    """Bit for bit, everything."""
+    return len(first) == len(second) and all(
+        torch.equal(a.images, b.images)
+        and torch.equal(a.targets, b.targets)
+        and (a.indices, a.batch_images, a.closes_batch, a.batch_index) == (b.indices, b.batch_images, b.closes_batch, b.batch_index)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def epochs(loader: TrainLoader, *numbers: int) -> list[MicroBatch]:
+    items: list[MicroBatch] = []
+    for number in numbers:
+        loader.set_epoch(number)
+        items += loader
+    return items
+
+
+class TestOrder:
+    def test_batches_are_cut_into_nearly_equal_parts(self, make: Callable[..., TrainLoader]) -> None:
+        """11 images, batch 4, parts of at most 3: 2+2, 2+2, 3; the small last batch is kept and says its own size."""
+        loader = make()
+        items = list(loader)
+        assert len(loader) == 3
+        assert [len(item.indices) for item in items] == [2, 2, 2, 2, 3]
+        assert [item.closes_batch for item in items] == [False, True, False, True, True]
+        assert [item.batch_images for item in items] == [4, 4, 4, 4, 3]
+        assert [item.batch_index for item in items] == [0, 0, 1, 1, 2]
+        assert sorted(index for item in items for index in item.indices) == list(range(11))
+
+    def test_items_hold_bytes_and_their_own_labels(self, make: Callable[..., TrainLoader], samples: tuple[Sample, ...]) -> None:
+        """(b, h, w, c) uint8 and int64 targets, in step with the indices."""
+        for item in make():
+            assert item.images.shape == (len(item.indices), *SIZE, 3)
+            assert item.images.dtype == torch.uint8
+            assert item.targets.dtype == torch.int64
+            assert item.targets.tolist() == [samples[index].label for index in item.indices]
+
+    def test_epochs_differ_and_come_again(self, make: Callable[..., TrainLoader]) -> None:
+        """Another epoch is another order and other augmentation; the same epoch is the same bits."""
+        loader = make()
+        first, second, again = epochs(loader, 0), epochs(loader, 1), epochs(loader, 0)
+        assert same(first, again)
+        assert [item.indices for item in first] != [item.indices for item in second]
+        assert not same(first, epochs(make(seed=6), 0))
+
+    def test_size_of_parts_changes_no_pixel(self, make: Callable[..., TrainLoader]) -> None:
+        """The order, the batches and every image stay when the micro-batch changes in the middle of a run."""
+        loader = make()
+        epochs(loader, 0)
+        loader.set_micro_batch(1)
+        single = epochs(loader, 1)
+        whole = epochs(make(micro_batch=100), 1)
+        assert [len(item.indices) for item in whole] == [4, 4, 3]
+        assert torch.equal(torch.cat([item.images for item in single]), torch.cat([item.images for item in whole]))
+
+    def test_resume_inside_an_epoch_continues_exactly(self, make: Callable[..., TrainLoader]) -> None:
+        """From batch 2 on, the rest is what an uninterrupted epoch would have given."""
+        whole = epochs(make(), 3)
+        loader = make()
+        loader.set_epoch(3, first_batch=1)
+        assert same([item for item in whole if item.batch_index >= 1], list(loader))
+        assert len(loader) == 3
+
+
+class TestWorkers:
+    @pytest.mark.parametrize(("workers", "method"), [(1, "fork"), (3, "fork"), (1, "spawn")])
+    def test_workers_give_the_same_bits_as_none(self, make: Callable[..., TrainLoader], workers: int, method: str) -> None:
+        """Two epochs with heavy augmentation, under fork and spawn, with workers kept between the epochs."""
+        assert same(epochs(make(), 0, 1), epochs(make(workers=workers, start_method=method), 0, 1))
+
+    def test_loader_leaves_the_global_random_state_alone(self, make: Callable[..., TrainLoader]) -> None:
+        """Neither torch's nor numpy's numbers shift, with workers or without."""
+        before = torch.get_rng_state(), pickle.dumps(np.random.get_state())
+        list(make())
+        list(make(workers=1))
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == pickle.dumps(np.random.get_state())
+
+    def test_epoch_left_in_the_middle_does_not_disturb_the_next(self, make: Callable[..., TrainLoader]) -> None:
+        """Work in flight from an abandoned epoch is thrown away."""
+        loader = make(workers=2, micro_batch=1)
+        loader.set_epoch(0)
+        with closing(iter(loader)) as items:  # type: ignore[type-var]
+            next(items)
+        assert same(epochs(loader, 1), epochs(make(micro_batch=1), 1))
+
+    def test_dead_worker_is_reported_with_the_files_and_the_ways_on(self, make: Callable[..., TrainLoader]) -> None:
+        """Killed from outside, as for want of memory."""
+        loader = make(workers=1)
+        epochs(loader, 0)
+        loader.set_epoch(1)
+        items = iter(loader)
+        next(items)
+        os.kill(loader._engine._loader._iterator._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match=r"(?s)worker process of the loader died.*\.png.*data\.workers"):
+            list(items)
+
+    @pytest.mark.parametrize(
+        ("arguments", "workers", "word"),
+        [
+            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**6}, 8, "16 cores"),
+            ({"num_cpus": 2, "on_gpu": True, "micro_batch_bytes": 10**6}, 1, "2 cores"),
+            ({"num_cpus": 2, "on_gpu": False, "micro_batch_bytes": 10**6}, 0, "the model itself uses"),
+            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**7, "shm_free_bytes": 64 * 2**20}, 1, "/dev/shm has 64.0 MiB"),
+            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**8, "shm_free_bytes": 64 * 2**20}, 0, "/dev/shm"),
+        ],
+    )
+    def test_number_of_workers_comes_with_its_reason(self, arguments: dict[str, Any], workers: int, word: str) -> None:
+        """Cores, the device and a small /dev/shm decide."""
+        found, why = auto_workers(**arguments)
+        assert found == workers
+        assert word in why
+
+
+class TestBadImages:
+    @pytest.fixture
+    def damaged(self, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        """Sample 4 is cut in half."""
+        samples[4].path.write_bytes(samples[4].path.read_bytes()[:300])
+        return samples
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_bad_image_is_an_error_with_path_and_row(
+        self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...], workers: int
+    ) -> None:
+        """The main process gets a DataError of one line, wherever the file was decoded."""
+        with pytest.raises(DataError) as caught:
+            list(make(damaged, workers=workers))
+        (problem,) = caught.value.problems
+        assert problem.place == "t.csv:6"
+        assert problem.message.startswith(f"{damaged[4].path} is a damaged PNG")
+        assert "Traceback" not in str(caught.value)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("micro_batch", [1, 3])
+    def test_skip_leaves_it_out_and_divides_by_what_is_there(
+        self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...], workers: int, micro_batch: int
+    ) -> None:
+        """Its batch says 3 at every part, the others stay bit for bit, nothing takes its place, and it is listed once."""
+        loader = make(damaged, bad_images="skip", workers=workers, micro_batch=micro_batch)
+        for epoch in (0, 1):
+            items = epochs(loader, epoch)
+            assert sorted(index for item in items for index in item.indices) == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+            for number in range(len(loader)):
+                parts = [item for item in items if item.batch_index == number]
+                assert {item.batch_images for item in parts} == {sum(len(item.indices) for item in parts)}
+                assert [item.closes_batch for item in parts] == [False] * (len(parts) - 1) + [True]
+        assert [path for path, _ in loader.skipped] == [str(damaged[4].path)]
+
+    def test_batch_without_a_readable_image_comes_empty(self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...]) -> None:
+        """Batches keep their numbers: one empty item closes it."""
+        items = list(make(damaged, bad_images="skip", batch=1, micro_batch=1))
+        empty = [item for item in items if not item.indices]
+        assert len(items) == 11
+        assert [(item.batch_images, item.closes_batch, tuple(item.images.shape)) for item in empty] == [(0, True, (0, *SIZE, 3))]
+
+    def test_evaluation_never_skips(self, damaged: tuple[Sample, ...]) -> None:
+        """A bad file in val or test is an error."""
+        with closing(EvalLoader(damaged, PREPROCESS, max_pixels=10**6, batch=2)) as loader, pytest.raises(DataError, match=r"t\.csv:6"):
+            list(loader)
+
+    def test_image_above_max_pixels_is_named_with_the_setting(self, make: Callable[..., TrainLoader]) -> None:
+        """The limit reaches the workers."""
+        with pytest.raises(DataError, match=r"max_pixels"):
+            list(make(max_pixels=100, workers=1))
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_evaluation_keeps_the_order_and_augments_nothing(self, samples: tuple[Sample, ...], workers: int) -> None:
+        """Every sample once, as preprocessing alone gives it, whatever the batch."""
+        with closing(EvalLoader(samples, PREPROCESS, max_pixels=10**6, batch=4, workers=workers)) as loader:
+            first = list(loader)
+            loader.set_batch(3)
+            second = list(loader)
+        assert [item.indices for item in first] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+        assert all(item.closes_batch and item.batch_images == len(item.indices) for item in first)
+        assert len(second) == len(loader) == 4
+        assert torch.equal(torch.cat([item.images for item in first]), torch.cat([item.images for item in second]))
+
+    def test_unlabelled_samples_have_target_minus_one(self, samples: tuple[Sample, ...]) -> None:
+        """Prediction goes through the same loader."""
+        blank = [replace(sample, label=None) for sample in samples[:2]]
+        (item,) = EvalLoader(blank, PREPROCESS, max_pixels=10**6, batch=4)
+        assert item.targets.tolist() == [-1, -1]
+
+    def test_8_and_16_bit_images_share_a_batch_as_floats(self, tmp_path: Path, samples: tuple[Sample, ...]) -> None:
+        """Both on the scale of 0 to 1."""
+        deep = tmp_path / "deep.tif"
+        tifffile.imwrite(deep, np.full((*SIZE, 3), 13107, np.uint16), photometric="rgb")
+        mixed = [samples[0], replace(samples[1], path=deep)]
+        (item,) = EvalLoader(mixed, PREPROCESS, max_pixels=10**6, batch=4)
+        (alone,) = EvalLoader(mixed[:1], PREPROCESS, max_pixels=10**6, batch=4)
+        assert item.images.dtype == torch.float32
+        torch.testing.assert_close(item.images[0], alone.images[0] / 255)
+        torch.testing.assert_close(item.images[1], torch.full_like(item.images[1], 0.2))

@@ -1,0 +1,194 @@
+"""Pixels become the model's input: size, range and channels by rule, augmentation by seed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiresvis.data.transforms import Augment, Pipeline, Preprocess, Scale, make_augment, resize, sample_seed
+from hiresvis.errors import DataError, RecipeError
+
+
+class TestResize:
+    def test_shrinking_averages_areas(self) -> None:
+        """A line one pixel wide in a checkered field keeps its share of light at a quarter of the size; nothing aliases."""
+        array = np.zeros((64, 64, 3), np.uint8)
+        array[::2, ::2] = 255
+        array[1::2, 1::2] = 255
+        assert np.unique(resize(array, 16, 16)).tolist() in ([127], [128])
+
+    def test_axis_that_shrinks_is_averaged_while_the_other_grows(self) -> None:
+        """Mixed changes do not fall back to interpolation along the shrinking axis."""
+        array = np.zeros((64, 16, 1), np.float32)
+        array[::4] = 1
+        out = resize(array, 16, 32)
+        assert out.shape == (16, 32, 1)
+        assert np.allclose(out, 0.25)
+
+    @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 9])
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+    def test_any_number_of_channels_keeps_shape_and_type(self, channels: int, dtype: Any) -> None:
+        """opencv averages four at a time; the result is the same as channel by channel."""
+        array = (np.random.default_rng(0).random((40, 50, channels)) * 200).astype(dtype)
+        out = resize(array, 13, 21, "bicubic")
+        assert out.shape == (13, 21, channels)
+        assert out.dtype == dtype
+        single = np.concatenate([resize(array[..., k : k + 1], 13, 21) for k in range(channels)], axis=2)
+        assert np.allclose(out.astype(float), single, atol=1)
+
+
+class TestPreprocess:
+    def test_rectangles_stay_rectangles(self, picture: Callable[..., np.ndarray]) -> None:
+        """image_size [72, 128] gives 72 rows and 128 columns, with both ends of the image in it."""
+        array = picture(300, 500)
+        array[:30] = 0
+        array[-30:] = 255
+        out = Preprocess((72, 128))(array)
+        assert out.shape == (72, 128, 3)
+        assert out[0].max() == 0
+        assert out[-1].min() == 255
+
+    @pytest.mark.parametrize(("size", "box"), [((100, 200), (16, 48, 0, 64)), ((200, 100), (0, 64, 16, 48)), ((64, 64), (0, 64, 0, 64))])
+    def test_letterbox_keeps_the_shape_and_pads_in_the_middle(self, size: tuple[int, int], box: tuple[int, int, int, int]) -> None:
+        """All of the image, in its own proportions, on the background colour."""
+        out = Preprocess((64, 64), "letterbox", background=(10, 20, 30))(np.full((*size, 3), 200, np.uint8))
+        top, bottom, left, right = box
+        assert (out[top:bottom, left:right] == 200).all()
+        outside = np.ones((64, 64), bool)
+        outside[top:bottom, left:right] = False
+        assert (out[outside] == (10, 20, 30)).all()
+
+    def test_letterbox_pads_floats_on_their_own_scale(self) -> None:
+        """16-bit images get the same background, as a share of 1."""
+        out = Preprocess((8, 8), "letterbox", background=(255, 0, 51))(np.zeros((4, 8, 3), np.uint16))
+        assert out.dtype == np.float32
+        assert np.allclose(out[0, 0], (1, 0, 0.2))
+
+    def test_8_bit_stays_bytes_and_16_bit_becomes_0_to_1(self) -> None:
+        """By type: uint8 is not touched, 65535 is 1 and 0 is 0, nothing is cut."""
+        assert Preprocess((4, 4))(np.full((4, 4, 3), 77, np.uint8)).dtype == np.uint8
+        out = Preprocess((4, 4), in_chans=1)(np.array([0, 300, 32768, 65535], np.uint16).reshape(1, 4, 1).repeat(4, axis=0))
+        assert np.allclose(out[0, :, 0], [0, 300 / 65535, 32768 / 65535, 1])
+
+    def test_range_maps_low_to_0_and_high_to_1_in_every_type(self) -> None:
+        """12-bit values in 16-bit files use the whole range."""
+        rule = Scale("range", 100, 4100)
+        for dtype in (np.uint16, np.float32):
+            assert np.allclose(rule.apply(np.array([0, 100, 2100, 4100, 5000], dtype)), [0, 0, 0.5, 1, 1])
+        assert np.allclose(Scale("range", 0, 100).apply(np.array([50, 200], np.uint8)), [0.5, 1])
+
+    def test_floats_beyond_1_are_refused_with_the_setting(self) -> None:
+        """They would be cut to white."""
+        with pytest.raises(DataError, match=r"from 0 to 900, .*data\.scale: dtype.*percentile"):
+            Preprocess((4, 4), in_chans=1)(np.array([0, 900], np.float32).reshape(1, 2, 1))
+
+    def test_grey_is_repeated_to_three_channels(self, picture: Callable[..., np.ndarray]) -> None:
+        """As the weights want it; a grey model keeps one."""
+        array = picture(20, 20, 1)
+        assert (Preprocess((8, 8))(array) == Preprocess((8, 8), in_chans=1)(array)).all()
+
+    @pytest.mark.parametrize(("channels", "in_chans"), [(3, 1), (5, 3), (1, 4), (3, 5)])
+    def test_other_channels_are_an_error_with_the_mend(self, channels: int, in_chans: int) -> None:
+        """No channel is dropped or made up."""
+        with pytest.raises(DataError, match=rf"has {channels} channels and the model takes {in_chans}; set data\.channels: {channels}"):
+            Preprocess((8, 8), in_chans=in_chans)(np.zeros((8, 8, channels), np.uint8))
+
+
+class TestAugment:
+    @pytest.mark.parametrize("name", ["light", "standard", "heavy"])
+    @pytest.mark.parametrize("size", [(64, 64), (48, 80)])
+    @pytest.mark.parametrize("channels", [1, 3, 5])
+    def test_presets_keep_shape_and_type(self, picture: Callable[..., np.ndarray], name: str, size: tuple[int, int], channels: int) -> None:
+        """Squares and rectangles, bytes and floats, any channels."""
+        augment = make_augment(name, image_size=size, in_chans=channels)
+        assert augment is not None
+        for array in (picture(*size, channels), picture(*size, channels).astype(np.float32) / 255):
+            for seed in range(8):
+                out = augment(array, seed)
+                assert out.shape == array.shape
+                assert out.dtype == array.dtype
+                assert out.min() >= 0
+                assert out.max() <= (255 if out.dtype == np.uint8 else 1)
+
+    def test_none_is_nothing(self) -> None:
+        """`augment: none` and an empty list leave the pixels to preprocessing alone."""
+        assert make_augment("none", image_size=(64, 64)) is None
+        assert make_augment([], image_size=(64, 64)) is None
+
+    def test_light_moves_pixels_and_changes_none(self, picture: Callable[..., np.ndarray]) -> None:
+        """Flips and quarter turns: the same values, eight arrangements in all."""
+        augment = make_augment("light", image_size=(32, 32))
+        array = picture(32, 32)
+        assert augment is not None
+        outs = [augment(array, seed) for seed in range(60)]
+        assert len({out.tobytes() for out in outs}) == 8
+        assert all(np.array_equal(np.sort(out, axis=None), np.sort(array, axis=None)) for out in outs)
+
+    def test_seed_alone_decides(self, picture: Callable[..., np.ndarray]) -> None:
+        """Same seed, same bits: after other calls, in a copy that went through pickle; another seed, another result."""
+        augment = make_augment("heavy", image_size=(64, 64))
+        array = picture(64, 64)
+        assert augment is not None
+        first = [augment(array, seed) for seed in range(12)]
+        copy = pickle.loads(pickle.dumps(augment))
+        np.random.seed(1)
+        again = [copy(array, seed) for seed in reversed(range(12))][::-1]
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        assert len({out.tobytes() for out in first}) > 8
+
+    def test_input_is_left_as_it_was(self, picture: Callable[..., np.ndarray]) -> None:
+        """Augmentation writes to its own memory."""
+        array = picture(64, 64)
+        before = array.copy()
+        augment = make_augment("heavy", image_size=(64, 64))
+        assert augment is not None
+        for seed in range(10):
+            augment(array, seed)
+        assert np.array_equal(array, before)
+
+    def test_list_of_albumentations_is_applied(self, picture: Callable[..., np.ndarray]) -> None:
+        """Names and arguments as the library has them."""
+        augment = make_augment(
+            [{"name": "HorizontalFlip", "p": 1.0}, {"name": "RandomResizedCrop", "size": [32, 48], "p": 0}], image_size=(32, 48)
+        )
+        assert isinstance(augment, Augment)
+        assert np.array_equal(augment(picture(32, 48), 0), picture(32, 48)[:, ::-1])
+
+    def test_mistakes_in_a_list_are_reported_at_once(self) -> None:
+        """An unknown name with a suggestion, an unknown argument, a wrong value, an entry without a name."""
+        steps: list[Any] = [
+            {"name": "HorizontalFlp"},
+            {"name": "VerticalFlip", "probability": 1},
+            {"name": "GaussianBlur", "blur_limit": "x"},
+            {"p": 1},
+        ]
+        with pytest.raises(RecipeError) as caught:
+            make_augment(steps, image_size=(32, 32))
+        assert [problem.key for problem in caught.value.problems] == [f"data.augment[{index}]" for index in range(4)]
+        assert "did you mean HorizontalFlip?" in caught.value.problems[0].message
+        assert "'probability'" in caught.value.problems[1].message
+
+    @pytest.mark.parametrize("step", [{"name": "RandomCrop", "height": 16, "width": 16}, {"name": "Normalize"}])
+    def test_step_that_changes_size_or_type_is_refused_before_training(self, step: dict[str, Any]) -> None:
+        """The model's size comes from model.image_size and its numbers from the contract."""
+        with pytest.raises(RecipeError, match="keeps the size and type"):
+            make_augment([step], image_size=(32, 32))
+
+
+def test_pipeline_depends_on_array_and_seed_alone(picture: Callable[..., np.ndarray]) -> None:
+    """Preprocess then augment; without augmentation the seed has no part in it."""
+    plain = Pipeline(Preprocess((32, 32)))
+    assert np.array_equal(plain(picture(50, 60), 1), plain(picture(50, 60), 2))
+    moving = Pipeline(Preprocess((32, 32)), make_augment("standard", image_size=(32, 32)))
+    assert np.array_equal(moving(picture(50, 60), 1), moving(picture(50, 60), 1))
+
+
+def test_sample_seeds_differ_by_run_epoch_and_sample() -> None:
+    """No two samples of the first epochs share a seed, and the rule is fixed for ever."""
+    seeds = {sample_seed(seed, epoch, index) for seed in range(3) for epoch in range(4) for index in range(100)}
+    assert len(seeds) == 1200
+    assert sample_seed(0, 0, 0) == sample_seed(0, 0, 0) < 2**63
