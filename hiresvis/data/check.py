@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ class _Cache:
             spare.write_text(json.dumps(rows), encoding="utf-8")
             spare.replace(self.path)
         except OSError:
-            spare.unlink(missing_ok=True)
+            with suppress(OSError):
+                spare.unlink()
 
 
 def check_datasets(

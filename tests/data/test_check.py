@@ -1,0 +1,190 @@
+"""The check decodes everything once and says every finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from hiresvis.data.check import CACHE_NAME, check_datasets
+from hiresvis.data.sources import Datasets, load_datasets
+from hiresvis.data.transforms import Preprocess
+
+LIMIT = 10**7
+
+
+@pytest.fixture
+def folders(make_folders: Callable[..., Path]) -> tuple[Path, Path]:
+    return make_folders("train", {"a": 3, "b": 3}), make_folders("val", {"a": 2, "b": 1})
+
+
+def cut(path: Path) -> bytes:
+    """Halves a file; its header stays readable."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path.read_bytes()
+
+
+def test_sound_data_gives_counts_and_no_error(folders: tuple[Path, Path]) -> None:
+    """Images, classes, modes, bits and sizes, as JSON too."""
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, preprocess=Preprocess((24, 32)))
+    assert not report.errors
+    assert not report.warnings
+    train = report.splits["train"]
+    assert (train["images"], train["unreadable"], train["classes"]) == (6, 0, {"a": 3, "b": 3})
+    assert (train["modes"], train["bits"], train["channels"], train["formats"]) == ({"RGB": 6}, {"8": 6}, {"3": 6}, {"PNG": 6})
+    assert (train["height"], train["width"], train["share_kept"], train["shrink"]) == ([24, 24, 24], [32, 32, 32], [1, 1, 1], [1, 1, 1])
+    assert json.loads(json.dumps(report.to_json()))["splits"]["val"]["images"] == 3
+
+
+def test_cut_file_is_found_by_the_full_check_alone(folders: tuple[Path, Path]) -> None:
+    """Headers pass; the full decode names the file, which is left as it was."""
+    path = folders[0] / "a" / "001.png"
+    content = cut(path)
+    datasets = load_datasets(*folders)
+    assert not check_datasets(datasets, max_pixels=LIMIT, fast=True).errors
+    (problem,) = check_datasets(datasets, max_pixels=LIMIT).errors
+    assert problem.place == str(path)
+    assert "damaged PNG" in problem.message
+    assert path.read_bytes() == content
+
+
+def test_every_bad_file_is_reported_with_its_row(tmp_path: Path, save_image: Callable[..., Path]) -> None:
+    """Empty, text, a folder, a broken link, too large: one check, five rows."""
+    save_image(tmp_path / "good.png")
+    save_image(tmp_path / "large.png", size=(400, 500))
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.jpg").write_text("not found")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "link.jpg").symlink_to("gone.jpg")
+    names = ["good.png", "large.png", "empty.png", "text.jpg", "folder.jpg", "link.jpg"]
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text(
+            "path,label\n" + "".join(f"{name},x\n" for name in (names if split == "train" else names[:1]))
+        )
+    report = check_datasets(load_datasets(tmp_path / "train.csv", tmp_path / "val.csv"), max_pixels=100_000)
+    assert [problem.place for problem in report.errors] == [f"train.csv:{line}" for line in range(3, 8)]
+    for problem, word in zip(report.errors, ("max_pixels", "is empty", "holds text", "is a folder", "broken link"), strict=True):
+        assert word in problem.message
+
+
+def test_skip_turns_bad_files_of_train_into_warnings_but_not_of_val(folders: tuple[Path, Path]) -> None:
+    """`bad_images: skip` is for train alone."""
+    cut(folders[0] / "a" / "001.png")
+    cut(folders[1] / "a" / "001.png")
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, bad_images="skip")
+    assert [problem.place for problem in report.errors] == [str(folders[1] / "a" / "001.png")]
+    assert any(problem.place == str(folders[0] / "a" / "001.png") for problem in report.warnings)
+
+
+def test_same_bytes_in_two_splits_are_listed_and_fail_when_strict(folders: tuple[Path, Path]) -> None:
+    """By content, whatever the name; a file of the same size and other bytes is no duplicate."""
+    shutil.copy(folders[0] / "b" / "000.png", folders[1] / "b" / "other name.png")
+    twin = bytearray((folders[0] / "b" / "001.png").read_bytes())
+    (folders[1] / "b" / "twin.png").write_bytes(twin[:-1] + bytes([twin[-1] ^ 1]))
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, fast=True)
+    pair = (str(folders[0] / "b" / "000.png"), str(folders[1] / "b" / "other name.png"))
+    assert report.duplicates == (pair,)
+    assert not report.failures()
+    assert [problem.place for problem in report.failures(strict=True)] == [pair[0]]
+
+
+def test_same_bytes_under_two_labels_are_a_warning(folders: tuple[Path, Path]) -> None:
+    """One of the labels is wrong."""
+    shutil.copy(folders[0] / "b" / "000.png", folders[0] / "a" / "copy.png")
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT)
+    assert any("another label (a and b)" in problem.message for problem in report.warnings)
+
+
+def test_rotations_modes_and_passed_over_files_are_counted(folders: tuple[Path, Path], save_image: Callable[..., Path]) -> None:
+    """What the user should know of and what nothing is wrong with."""
+    exif = Image.Exif()
+    exif[274] = 6
+    save_image(folders[0] / "a" / "turned.JPG", exif=exif)
+    tifffile.imwrite(folders[0] / "a" / "deep.tif", np.zeros((24, 32), np.uint16))
+    (folders[0] / "a" / "notes.txt").touch()
+    (folders[0] / "Thumbs.db").touch()
+    train = check_datasets(load_datasets(*folders), max_pixels=LIMIT).splits["train"]
+    assert train["exif_rotated"] == 1
+    assert train["bits"] == {"8": 7, "16": 1}
+    assert train["channels"] == {"1": 1, "3": 7}
+    assert train["skipped_extensions"] == {".txt": 1}
+    assert train["ignored"] == ["Thumbs.db"]
+    assert train["height"] == [24, 24, 32]
+
+
+def test_what_the_model_cannot_take_is_an_error(folders: tuple[Path, Path]) -> None:
+    """Five channels (seen in the header), and floats beyond 1 under the type's range."""
+    tifffile.imwrite(folders[0] / "a" / "five.tif", np.zeros((24, 32, 5), np.uint8), photometric="minisblack", planarconfig="contig")
+    tifffile.imwrite(folders[0] / "a" / "heights.tif", np.full((24, 32), 900, np.float32))
+    datasets = load_datasets(*folders)
+    assert not check_datasets(datasets, max_pixels=LIMIT).errors
+    report = check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((24, 32)))
+    assert ["5 channels" in problem.message or "float values" in problem.message for problem in report.errors] == [True, True]
+
+
+def test_stretching_is_told_with_the_ways_out(folders: tuple[Path, Path]) -> None:
+    """24 x 32 to a square changes the shape by a third; letterbox does not."""
+    datasets = load_datasets(*folders)
+    report = check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((16, 16)))
+    assert any("6 of 6 images change their shape" in problem.message for problem in report.warnings)
+    assert report.splits["train"]["shrink"] == [2, 2, 2]
+    assert not check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((16, 16), "letterbox")).warnings
+
+
+class TestCache:
+    def check(self, datasets: Datasets, folder: Path, max_pixels: int = LIMIT, fast: bool = False) -> int:
+        return len(check_datasets(datasets, max_pixels=max_pixels, cache_folder=folder, fast=fast).errors)
+
+    def test_unchanged_files_are_not_decoded_again(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
+        """A file damaged behind the cache's back, with its size and time kept, is not noticed: it was not read."""
+        datasets, path = load_datasets(*folders), folders[0] / "a" / "001.png"
+        assert self.check(datasets, tmp_path / "cache") == 0
+        before = path.stat()
+        path.write_bytes(bytes(before.st_size))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert self.check(datasets, tmp_path / "cache") == 0
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        assert self.check(datasets, tmp_path / "cache") == 1
+
+    def test_another_limit_and_a_fast_check_do_not_pass_for_a_full_one(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
+        """What headers said is not remembered as sound, and a limit is part of the question."""
+        datasets = load_datasets(*folders)
+        cut(folders[0] / "a" / "001.png")
+        assert self.check(datasets, tmp_path / "cache", fast=True) == 0
+        assert self.check(datasets, tmp_path / "cache") == 1
+        assert self.check(datasets, tmp_path / "cache", max_pixels=100) == 9
+
+    def test_damaged_cache_is_done_without(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
+        """A torn file is rebuilt; a folder that cannot be made costs nothing but time."""
+        datasets = load_datasets(*folders)
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / CACHE_NAME).write_text('{"x": {"key"')
+        assert self.check(datasets, tmp_path / "cache") == 0
+        assert len(json.loads((tmp_path / "cache" / CACHE_NAME).read_text())) == 9
+        (tmp_path / "file").touch()
+        assert self.check(datasets, tmp_path / "file" / "cache") == 0
+        assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [CACHE_NAME]
+
+
+def test_progress_counts_every_file(folders: tuple[Path, Path]) -> None:
+    """Up to the total, in order."""
+    seen: list[tuple[int, int]] = []
+    check_datasets(load_datasets(*folders), max_pixels=LIMIT, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(number, 9) for number in range(1, 10)]
+
+
+def test_warnings_of_the_sources_are_in_the_report(folders: tuple[Path, Path]) -> None:
+    """One place for everything."""
+    datasets = load_datasets(*folders)
+    empty = replace(datasets, train=replace(datasets.train, samples=()))
+    assert check_datasets(empty, max_pixels=LIMIT).splits["train"]["height"] == []
+    (folders[0] / "c").mkdir()
+    assert any("'c' has no images" in problem.message for problem in check_datasets(load_datasets(*folders), max_pixels=LIMIT).warnings)
