@@ -1,0 +1,472 @@
+"""Traces what each unit costs, on fake tensors: a whole training step without memory and without arithmetic.
+
+The model's copy consists of fake CPU tensors, so attention takes the flash kernel, whose saved tensors are the ones a GPU
+kernel saves as well. Every storage is counted by identity while it is alive, and stamped with the unit that made it.
+Three passes per batch size: forward and backward twice (gradients new, then added to), and a forward that keeps no saved
+tensor, which is what a recomputed segment's first forward does. Two batch sizes make every figure affine in the batch.
+
+What it does badly: kernels' own scratch memory is not seen (the probe measures it); CPU autocast rules are used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from hiresvis.backbone.chain import Chain, find_chain, first_tensor
+from hiresvis.backbone.flops import forward_flops
+from hiresvis.device import StorageCounter
+from hiresvis.memory.costs import Affine, Kind, MemoryProfile, UnitCosts
+
+TRACE_BATCHES = (2, 4)
+MAX_TENSOR_ELEMENTS = 2**31
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What was seen during one entry of the chain (a unit, or the glue before it)."""
+
+    name: str
+    forward_entry: int = 0
+    forward_peak: int = 0
+    backward_entry: int | None = None
+    backward_peak: int = 0
+    flops: int = 0
+    operators: int = 0
+    made: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
+    casts: set[int] = field(default_factory=set)
+    alive_at_entry: set[int] = field(default_factory=set)
+    input_number: int | None = None
+    output_number: int | None = None
+    input_gradient: bool = False
+
+
+class _Recorder(StorageCounter):
+    """Counts storages and books them to intervals: 0 is the glue before unit 0, 1 is unit 0, 2 the glue after it, ..."""
+
+    def __init__(self, names: list[str], block: int, weights: set[int]) -> None:
+        super().__init__(block)
+        self.intervals = [_Interval(name) for name in names]
+        self.now = 0
+        self.in_backward = False
+        self.largest_elements = 0
+        self.weight_tensors = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        interval = self.intervals[self.now]
+        tensor = first_tensor(out)
+        if tensor is not None:
+            self.largest_elements = max(self.largest_elements, tensor.numel())
+            if not self.in_backward:
+                interval.operators += 1
+                interval.flops += forward_flops(func, args, out)
+                if func is torch.ops.aten._to_copy.default and id(args[0]) in self.weight_tensors:
+                    number = self.number(tensor)
+                    if number is not None:
+                        interval.casts.add(number)
+        self.note_peak()
+        return out
+
+    def created(self, number: int) -> None:
+        self.intervals[self.now].made.add(number)
+        self.note_peak()
+
+    def note_peak(self) -> None:
+        interval = self.intervals[self.now]
+        if self.in_backward:
+            interval.backward_peak = max(interval.backward_peak, self.live_bytes)
+        else:
+            interval.forward_peak = max(interval.forward_peak, self.live_bytes)
+
+    def enter(self, index: int) -> None:
+        if self.in_backward:
+            return
+        self.now = index
+        interval = self.intervals[index]
+        interval.forward_entry = interval.forward_peak = self.live_bytes
+        interval.alive_at_entry = self.alive()
+
+    def enter_backward(self, index: int) -> None:
+        self.now, self.in_backward = index, True
+        interval = self.intervals[index]
+        interval.backward_entry = interval.backward_peak = self.live_bytes
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        number = self.number(tensor)
+        if number is not None:
+            self.intervals[self.now].saved.add(number)
+        return tensor.detach()
+
+
+def fake_copy(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
+    """A copy of the model whose parameters and buffers take no memory, and the mode to run it in."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        return mode, copy.deepcopy(model)
+
+
+@contextmanager
+def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator[None]:
+    """Move the recorder from interval to interval as the model's modules are called."""
+    modules = dict(model.named_modules())
+    handles = []
+
+    def begin(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            tensor = first_tensor(args)
+            assert tensor is not None
+            before, unit = recorder.intervals[2 * index], recorder.intervals[2 * index + 1]
+            unit.input_number = before.output_number = recorder.number(tensor)
+            unit.input_gradient = tensor.requires_grad
+            if tensor.requires_grad and before.operators:
+                tensor.register_hook(lambda _: recorder.enter_backward(2 * index))
+            recorder.enter(2 * index + 1)
+
+        return hook
+
+    def end(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = first_tensor(output)
+            assert tensor is not None
+            number = recorder.number(tensor)
+            recorder.intervals[2 * index + 1].output_number = recorder.intervals[2 * index + 2].input_number = number
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
+            recorder.enter(2 * index + 2)
+
+        return hook
+
+    for index, unit in enumerate(chain.units):
+        handles.append(modules[unit.modules[0]].register_forward_pre_hook(begin(index)))
+        handles.append(modules[unit.modules[-1]].register_forward_hook(end(index)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How a step is run, apart from the batch."""
+
+    image_size: tuple[int, int]
+    in_chans: int
+    num_classes: int
+    dtype: torch.dtype | None
+    channels_last: bool
+    block: int
+
+
+class _Tracer:
+    def __init__(self, mode: FakeTensorMode, model: nn.Module, chain: Chain, setting: _Setting) -> None:
+        self.mode, self.model, self.chain, self.setting = mode, model, chain, setting
+        self.names = [name for index, unit in enumerate(chain.units) for name in (f"glue.{index}", unit.name)]
+        self.names.append(f"glue.{len(chain.units)}")
+        self.weights = {id(tensor) for tensor in model.parameters()}
+
+    def images(self, batch: int) -> torch.Tensor:
+        height, width = self.setting.image_size
+        images = torch.zeros(batch, self.setting.in_chans, height, width)
+        return images.to(memory_format=torch.channels_last) if self.setting.channels_last else images
+
+    def recorder(self) -> _Recorder:
+        recorder = _Recorder(self.names, self.setting.block, self.weights)
+        recorder.track(_resident(self.model))
+        recorder.intervals[0].made.clear()
+        return recorder
+
+    def _loss(self, batch: int, recorder: _Recorder) -> torch.Tensor:
+        images = self.images(batch)
+        recorder.track([images])
+        recorder.enter(0)
+        recorder.intervals[0].input_number = recorder.number(images)
+        with torch.autocast("cpu", dtype=self.setting.dtype or torch.bfloat16, enabled=self.setting.dtype is not None):
+            logits = self.model(images)
+            if isinstance(logits, (tuple, list)):
+                logits = logits[0]
+            target = torch.zeros(batch, dtype=torch.int64)
+            return nn.functional.cross_entropy(logits.float(), target, reduction="none").sum() / batch
+
+    def stored(self, batch: int) -> tuple[_Recorder, _Recorder]:
+        """Two steps that keep everything: parameter gradients new, then there already."""
+        recorders = []
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for _ in range(2):
+            recorder = self.recorder()
+            with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
+                with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+                    loss = self._loss(batch, recorder)
+                recorder.enter_backward(len(self.names) - 1)
+                loss.backward()
+            recorders.append(recorder)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return recorders[0], recorders[1]
+
+    def dropped(self, batch: int) -> _Recorder:
+        """A forward whose saved tensors are let go at once."""
+        recorder = self.recorder()
+        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: None):
+                self._loss(batch, recorder)
+        return recorder
+
+    def evaluation(self, batch: int) -> int:
+        """Highest live bytes of a forward without gradients, in evaluation mode."""
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        counter = StorageCounter(self.setting.block)
+        counter.track(_resident(self.model))
+        resident_bytes = counter.live_bytes
+        with self.mode, torch.no_grad(), counter:
+            images = self.images(batch)
+            with torch.autocast("cpu", dtype=self.setting.dtype or torch.bfloat16, enabled=self.setting.dtype is not None):
+                self.model(images)
+        for module, was_training in training.items():
+            module.training = was_training
+        return counter.peak_bytes - resident_bytes
+
+
+def trace_costs(
+    model: nn.Module,
+    *,
+    name: str,
+    image_size: tuple[int, int],
+    in_chans: int,
+    num_classes: int,
+    precision: str,
+    channels_last: bool,
+    block: int,
+    raw_image_bytes: int,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    optimizer_name: str,
+    clip_grad: float | None = None,
+    ema: bool = False,
+) -> tuple[Chain, MemoryProfile]:
+    """The chain of a model and what its units cost.
+
+    Args:
+        model: in the training mode and with the `requires_grad` mask it will be trained with; it is not changed.
+        image_size: (height, width) in px.
+        precision: fp32, bf16 or fp16 (autocast).
+        block: granularity of the device's allocator in bytes.
+        raw_image_bytes: bytes of one image as the loader hands it over.
+        make_optimizer: builds the optimizer for a (fake) model.
+
+    Returns:
+        The chain, and the profile (bytes and FLOPs, affine in the batch).
+
+    Raises:
+        ValueError: the model is no chain: fewer than two modules hand a tensor on.
+    """
+    mode, fake = fake_copy(model)
+    setting = _Setting(image_size, in_chans, num_classes, _AUTOCAST.get(precision), channels_last, block)
+    probe = _Tracer(mode, fake, Chain(()), setting)
+    with mode:
+        images = probe.images(TRACE_BATCHES[0])
+        chain = find_chain(fake, lambda: fake(images))
+    if len(chain.units) < 2:
+        raise ValueError(f"{name} is no chain of modules: only {len(chain.units)} found that hand a tensor on; nothing can be planned")
+    tracer = _Tracer(mode, fake, chain, setting)
+    passes = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
+    evaluation = Affine.through(*(value for batch in TRACE_BATCHES for value in (batch, tracer.evaluation(batch))))
+    units, boundaries = _assemble(fake, chain, passes)
+    weights, buffers = _rounded(fake.parameters(), block), _rounded(fake.buffers(), block)
+    gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
+    with mode:
+        state, temporaries = _optimizer_bytes(fake, make_optimizer, clip_grad, block)
+    largest = max(recorder.largest_elements for recorder in (passes[1][0][0], passes[1][1]))
+    return chain, MemoryProfile(
+        model=name,
+        image_size=image_size,
+        precision=precision,
+        units=units,
+        boundaries=boundaries,
+        raw_image=Affine(0, raw_image_bytes),
+        weights=weights,
+        buffers=buffers,
+        gradients=gradients,
+        optimizer=optimizer_name,
+        optimizer_state=state,
+        optimizer_temporaries=temporaries,
+        ema=weights + buffers if ema else 0,
+        evaluation=evaluation,
+        block_size=block,
+        max_batch=max(1, (MAX_TENSOR_ELEMENTS - 1) * TRACE_BATCHES[1] // max(1, largest)),
+        versions={"torch": torch.__version__, "timm": timm.__version__},
+    )
+
+
+def _rounded(tensors: Any, block: int) -> int:
+    return sum(-(-size // block) * block for size in {id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def _optimizer_bytes(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], clip_grad: float | None, block: int
+) -> tuple[int, int]:
+    """(bytes of the optimizer's state, bytes on top while it steps), from two fake steps; clipping counts as its part."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counter = StorageCounter(block)
+    counter.track(_resident(model))
+    states, temporaries = [], []
+    with counter:
+        optimizer = make_optimizer(model)
+        before = counter.live_bytes
+        for _ in range(2):
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            counter.reset_peak()
+            if clip_grad is not None:
+                torch.nn.utils.clip_grad_norm_(trained, clip_grad, foreach=True)
+            optimizer.step()
+            temporaries.append(counter.peak_bytes - counter.live_bytes)
+            optimizer.zero_grad(set_to_none=True)
+            states.append(counter.live_bytes - before)
+    return states[-1], max(0, temporaries[-1])
+
+
+def _resident(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What is there before a step: parameters, buffers, gradients of earlier micro-batches."""
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+
+
+def _assemble(
+    model: nn.Module, chain: Chain, passes: list[tuple[tuple[_Recorder, _Recorder], _Recorder]]
+) -> tuple[tuple[UnitCosts, ...], tuple[Affine, ...]]:
+    """Units with affine figures from the passes at both batch sizes."""
+    layouts = [_Layout(stored, dropped) for stored, dropped in passes]
+    first = layouts[0]
+    modules = dict(model.named_modules())
+    owned: set[int] = set()
+
+    def own_gradients(names: tuple[str, ...]) -> int:
+        total = 0
+        for module_name in names:
+            for parameter in modules[module_name].parameters():
+                if parameter.requires_grad and id(parameter) not in owned:
+                    owned.add(id(parameter))
+                    total += parameter.nbytes
+        return total
+
+    gradients = {unit.name: own_gradients(unit.modules) for unit in chain.units}
+    rest = own_gradients(("",))  # parameters that glue uses (position embedding, class token): the first glue's
+
+    units = []
+    for position, index in enumerate(first.kept):
+        is_unit = index % 2 == 1
+        unit = chain.units[index // 2] if is_unit else None
+        neighbour = chain.units[min(index // 2, len(chain.units) - 1)]
+        stage, kind = (unit.stage, unit.kind) if unit else (neighbour.stage if index else "stem", "glue")
+        kind_value: Kind = kind  # type: ignore[assignment]
+
+        def affine(read: Callable[[_Layout], int], layouts: list[_Layout] = layouts) -> Affine:
+            return Affine.through(TRACE_BATCHES[0], read(layouts[0]), TRACE_BATCHES[1], read(layouts[1]))
+
+        mine = gradients[unit.name] if unit else 0
+        if unit is None and rest:
+            mine, rest = rest, 0
+        opens = unit is not None and unit.opens_segment
+        units.append(
+            UnitCosts(
+                name=unit.name if unit else f"glue.{index // 2}",
+                modules=unit.modules if unit else (),
+                stage=stage,
+                kind=kind_value,
+                recomputable=unit is not None and (opens or unit.linked),
+                opens_segment=opens,
+                input_id=first.boundary_ids[position],
+                output_id=first.boundary_ids[position + 1],
+                input=affine(lambda layout, p=position: layout.boundary_size(p)),
+                output=affine(lambda layout, p=position: layout.boundary_size(p + 1)),
+                saves=first.saved_boundaries(index),
+                interior=affine(lambda layout, i=index: layout.interior(i)),
+                cast=first.casts(index),
+                held=first.held(index),
+                forward_stored=affine(lambda layout, i=index: layout.forward(layout.first, i)),
+                forward_dropped=affine(lambda layout, i=index: layout.forward(layout.dropped, i)),
+                backward_first=affine(lambda layout, i=index: layout.backward(layout.first, i)),
+                backward_more=affine(lambda layout, i=index: layout.backward(layout.more, i)),
+                input_gradient=first.input_gradient(index),
+                parameter_gradients=mine,
+                flops=affine(lambda layout, i=index: layout.first.intervals[i].flops),
+            )
+        )
+    boundaries = tuple(
+        Affine.through(TRACE_BATCHES[0], a, TRACE_BATCHES[1], b)
+        for a, b in zip(*(layout.boundary_sizes for layout in layouts), strict=True)
+    )
+    return tuple(units), boundaries
+
+
+class _Layout:
+    """The passes at one batch size, with boundaries numbered along the chain."""
+
+    def __init__(self, stored: tuple[_Recorder, _Recorder], dropped: _Recorder) -> None:
+        self.first, self.more = stored
+        self.dropped = dropped
+        intervals = self.first.intervals
+        last = len(intervals) - 1
+        self.kept = [index for index, interval in enumerate(intervals) if index % 2 == 1 or interval.operators or index == last]
+        numbers = [intervals[index].input_number for index in self.kept] + [intervals[last].output_number]
+        numbers_dropped = [dropped.intervals[index].input_number for index in self.kept] + [None]
+        self.boundary_numbers = numbers
+        distinct: dict[int | None, int] = {}
+        self.boundary_ids = [distinct.setdefault(number, len(distinct)) for number in numbers]
+        self.id_of = {number: identity for number, identity in distinct.items() if number is not None}
+        self.id_of_dropped = {
+            number: identity for number, identity in zip(numbers_dropped, self.boundary_ids, strict=True) if number is not None
+        }
+        self.boundary_sizes = [0] * len(distinct)
+        for number, identity in distinct.items():
+            if number is not None:
+                self.boundary_sizes[identity] = self.first.sizes[number]
+        self.all_saved = set().union(*(interval.saved for interval in intervals))
+        self.all_casts = set().union(*(interval.casts for interval in intervals))
+
+    def boundary_size(self, position: int) -> int:
+        return self.boundary_sizes[self.boundary_ids[position]]
+
+    def saved_boundaries(self, index: int) -> tuple[int, ...]:
+        return tuple(sorted({self.id_of[number] for number in self.first.intervals[index].saved if number in self.id_of}))
+
+    def interior(self, index: int) -> int:
+        made = self.first.intervals[index].made & self.all_saved
+        return sum(self.first.sizes[number] for number in made if number not in self.id_of and number not in self.all_casts)
+
+    def casts(self, index: int) -> int:
+        return sum(self.first.sizes[number] for number in self.first.intervals[index].casts)
+
+    def held(self, index: int) -> tuple[int, ...]:
+        alive = self.dropped.intervals[index].alive_at_entry
+        return tuple(sorted({self.id_of_dropped[number] for number in alive if number in self.id_of_dropped}))
+
+    @staticmethod
+    def forward(recorder: _Recorder, index: int) -> int:
+        interval = recorder.intervals[index]
+        return interval.forward_peak - interval.forward_entry
+
+    @staticmethod
+    def backward(recorder: _Recorder, index: int) -> int:
+        interval = recorder.intervals[index]
+        return 0 if interval.backward_entry is None else interval.backward_peak - interval.backward_entry
+
+    def input_gradient(self, index: int) -> bool:
+        interval = self.first.intervals[index]
+        return interval.input_gradient if index % 2 == 1 else True

@@ -1,0 +1,1 @@
+"""The planner's pure half: integers in, a frozen plan out. No torch here."""

@@ -1,0 +1,180 @@
+"""What each unit of a backbone costs in bytes and FLOPs, as integers: the planner's only input.
+
+A `MemoryProfile` is traced once (by `hiresvis.backbone.trace`) and holds for every micro-batch, since every figure
+is affine in it. Boundaries, the tensors handed from unit to unit, are counted by storage: each has a number, and two
+units that hold the same storage name the same number, so a residual or a norm input shared across a border counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Kind = Literal["stem", "block", "downsample", "norm", "head", "glue"]
+Tier = Literal["store", "keep", "recompute", "offload", "chunk", "tile"]
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`base + slope * batch`.
+
+    >>> Affine(10, 3).at(4)
+    22
+    >>> Affine.through(2, 16, 4, 22)
+    Affine(base=10, slope=3)
+    """
+
+    base: int = 0
+    slope: int = 0
+
+    def at(self, batch: int) -> int:
+        """The figure at this micro-batch, never below zero."""
+        return max(0, self.base + self.slope * batch)
+
+    @classmethod
+    def through(cls, batch_a: int, value_a: int, batch_b: int, value_b: int) -> Affine:
+        """The line through two traces; a slope that is not whole is rounded up, so it never predicts too little."""
+        slope = -(-(value_b - value_a) // (batch_b - batch_a))
+        return cls(value_b - slope * batch_b, slope)
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.base + other.base, self.slope + other.slope)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCosts:
+    """One link of the chain, in call order. Bytes unless the name says otherwise.
+
+    Attributes:
+        name: the first module's dotted name ("stages.0.blocks.1"), or "glue.N" for operators between modules.
+        modules: the modules that make up the unit, called one after another; empty for glue.
+        stage: timm's resolution level, for people ("stem", "stage0", "head").
+        recomputable: whether a segment may contain the unit.
+        opens_segment: whether a segment may begin here (its input stays unchanged until backward).
+        input_id, output_id: numbers of the boundary storages.
+        input, output: their sizes.
+        saves: numbers of all boundaries that the unit's autograd nodes keep.
+        interior: other storages made here that autograd keeps, when the unit is stored.
+        cast: copies of weights in the autocast precision; cached until the forward ends, whatever the plan.
+        held: numbers of boundaries that Python frames hold while the unit runs forward.
+        forward_stored, forward_dropped: highest live bytes above those at entry, with and without keeping saved tensors.
+        backward_first, backward_more: highest live bytes above those at the start of the unit's backward (which include
+            the output's gradient), when parameter gradients are new, and when they are added to older ones.
+        input_gradient: whether the input gets a gradient.
+        parameter_gradients: bytes of the parameter gradients that the unit's backward leaves.
+        flops: multiply-adds times two of one forward.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    stage: str
+    kind: Kind
+    recomputable: bool
+    opens_segment: bool
+    input_id: int
+    output_id: int
+    input: Affine
+    output: Affine
+    saves: tuple[int, ...]
+    interior: Affine
+    cast: int
+    held: tuple[int, ...]
+    forward_stored: Affine
+    forward_dropped: Affine
+    backward_first: Affine
+    backward_more: Affine
+    input_gradient: bool
+    parameter_gradients: int
+    flops: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Everything the planner knows about a model at one image size, precision and set of frozen parameters.
+
+    Attributes:
+        model: timm name; image_size: (height, width) in px.
+        units: the chain, in call order.
+        boundaries: sizes of the boundary storages, by number.
+        raw_image: bytes of one micro-batch as the loader hands it over (uint8 or float32).
+        weights, buffers: bytes that are always there.
+        gradients: bytes of all parameter gradients.
+        optimizer_state, optimizer_temporaries: after the first step, and on top during a step.
+        ema: bytes of the averaged copy of the weights.
+        evaluation: peak of an evaluation forward above the resident bytes, affine in the evaluation batch.
+        block_size: allocator granularity in bytes that storages were rounded up to.
+        max_batch: where one tensor would reach 2**31 elements, less one.
+        versions: torch and timm releases the trace was made with.
+    """
+
+    model: str
+    image_size: tuple[int, int]
+    precision: str
+    units: tuple[UnitCosts, ...]
+    boundaries: tuple[Affine, ...]
+    raw_image: Affine
+    weights: int
+    buffers: int
+    gradients: int
+    optimizer: str
+    optimizer_state: int
+    optimizer_temporaries: int
+    ema: int
+    evaluation: Affine
+    block_size: int
+    max_batch: int
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"version": PROFILE_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> MemoryProfile:
+        """The profile that `to_json` wrote.
+
+        Raises:
+            ValueError: the row is of another format version.
+        """
+        if row.get("version") != PROFILE_VERSION:
+            raise ValueError(f"memory profile of version {row.get('version')!r}, expected {PROFILE_VERSION}; trace it again")
+        values = {field.name: row[field.name] for field in fields(cls)}
+        values["units"] = tuple(_unit_from_json(unit) for unit in row["units"])
+        values["boundaries"] = tuple(Affine(**boundary) for boundary in row["boundaries"])
+        values["image_size"] = tuple(row["image_size"])
+        values["raw_image"] = Affine(**row["raw_image"])
+        values["evaluation"] = Affine(**row["evaluation"])
+        return cls(**values)
+
+    def boundary_bytes(self, numbers: Iterable[int], batch: int) -> int:
+        """Total size of these boundaries, each counted once."""
+        return sum(self.boundaries[number].at(batch) for number in set(numbers))
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of one image's forward pass."""
+        return sum(unit.flops.slope for unit in self.units)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of one image's forward and backward: a unit's backward costs twice its forward where its input
+        needs a gradient too, once where only its weights do, nothing where all is frozen."""
+        total = 0
+        for unit in self.units:
+            backward = int(unit.input_gradient) + int(unit.parameter_gradients > 0)
+            total += unit.flops.slope * (1 + backward)
+        return total
+
+
+def _unit_from_json(row: Mapping[str, Any]) -> UnitCosts:
+    values = dict(row)
+    for field in fields(UnitCosts):
+        value = values[field.name]
+        if isinstance(value, Mapping):
+            values[field.name] = Affine(**value)
+        elif isinstance(value, list):
+            values[field.name] = tuple(value)
+    return UnitCosts(**values)

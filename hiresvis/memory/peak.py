@@ -1,0 +1,161 @@
+"""Predicts the peak of a plan by walking one training step over the profile's integers.
+
+A step is: forward over the chain, backward over it in reverse (a recomputed segment first runs forward again), the
+optimizer's step, and, at another time, an evaluation forward. The walk keeps the set of boundary storages that are
+alive, so a storage that two units hold counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .costs import MemoryProfile
+from .plan import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSetting:
+    """How steps are run, apart from the plan.
+
+    Attributes:
+        accumulates: several micro-batches make a step, so gradients persist while forwards run.
+        eval_batch: images in one evaluation forward.
+        baseline_bytes: in use before training besides weights (interpreter, GPU context).
+        reserve_bytes: stated safety, and what earlier probes measured above the prediction.
+    """
+
+    accumulates: bool
+    eval_batch: int
+    baseline_bytes: int = 0
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedPeak:
+    """Highest bytes of a step, where they occur, and what they consist of (the parts add up to `total_bytes`)."""
+
+    total_bytes: int
+    counted_bytes: int
+    where: str
+    parts: Mapping[str, int]
+
+
+def resident_bytes(profile: MemoryProfile, setting: StepSetting, micro_batch: int) -> int:
+    """Live all the time in training besides gradients: weights, buffers, optimizer state, EMA, the raw micro-batch."""
+    return profile.weights + profile.buffers + profile.optimizer_state + profile.ema + profile.raw_image.at(micro_batch)
+
+
+def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int, setting: StepSetting) -> PredictedPeak:
+    """The peak of a plan at a micro-batch. Pure; microseconds per unit.
+
+    Args:
+        profile: the traced chain.
+        segments: the whole chain in order, tiers store and recompute.
+        micro_batch: images in one forward.
+        setting: accumulation, evaluation batch, baseline and reserve.
+    """
+    walk = _Walk(profile, micro_batch, setting)
+    for segment in segments:
+        walk.forward(segment)
+    walk.end_of_forward()
+    for segment in reversed(segments):
+        walk.backward(segment)
+    constant = resident_bytes(profile, setting, micro_batch)
+    peak, where, gradients, saved = walk.peak, walk.where, walk.peak_gradients, walk.peak_saved
+    step = profile.gradients + profile.optimizer_temporaries
+    evaluation = profile.evaluation.at(setting.eval_batch)
+    if step > peak:
+        peak, where, gradients, saved = step, "optimizer step", profile.gradients, 0
+    if evaluation > peak:
+        peak, where, gradients, saved = evaluation, "evaluation", 0, 0
+    counted = constant + peak
+    parts = {
+        "baseline": setting.baseline_bytes,
+        "weights": profile.weights + profile.buffers + profile.ema,
+        "optimizer": profile.optimizer_state,
+        "gradients": gradients,
+        "images": profile.raw_image.at(micro_batch),
+        "saved": saved,
+        "interior": peak - gradients - saved,
+        "reserve": setting.reserve_bytes,
+    }
+    total = counted + setting.baseline_bytes + setting.reserve_bytes
+    assert sum(parts.values()) == total
+    return PredictedPeak(total_bytes=total, counted_bytes=counted, where=where, parts=parts)
+
+
+class _Walk:
+    """The state of one forward and backward: what is kept, and the highest value so far (above the resident bytes)."""
+
+    def __init__(self, profile: MemoryProfile, batch: int, setting: StepSetting) -> None:
+        self.profile, self.batch, self.setting = profile, batch, setting
+        self.kept: list[tuple[int, frozenset[int]]] = []  # (interior bytes, boundaries) per segment so far
+        self.gradients = profile.gradients if setting.accumulates else 0
+        self.casts = 0
+        self.peak = 0
+        self.where = ""
+        self.peak_gradients = 0
+        self.peak_saved = 0
+
+    def _saved(self, extra: Iterable[int] = ()) -> int:
+        numbers: set[int] = set(extra)
+        interior = 0
+        for bytes_inside, boundaries in self.kept:
+            interior += bytes_inside
+            numbers |= boundaries
+        return interior + self.profile.boundary_bytes(numbers, self.batch)
+
+    def _note(self, value: int, where: str) -> None:
+        if value > self.peak:
+            self.peak, self.where, self.peak_gradients, self.peak_saved = value, where, self.gradients, self._saved()
+
+    def forward(self, segment: Segment) -> None:
+        stored = segment.tier == "store"
+        opener = frozenset() if stored else frozenset((self.profile.units[segment.start].input_id,))
+        if not stored:
+            self.kept.append((0, opener))
+        for index in range(segment.start, segment.end):
+            unit = self.profile.units[index]
+            excess = unit.forward_stored if stored else unit.forward_dropped
+            live = self._saved(unit.held) + self.casts + self.gradients
+            self._note(live + excess.at(self.batch), f"forward of {unit.name}")
+            self.casts += unit.cast
+            if stored:
+                self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
+
+    def end_of_forward(self) -> None:
+        """The autocast cache goes; a stored unit keeps its own casts."""
+        self.casts = 0
+
+    def backward(self, segment: Segment) -> None:
+        units = self.profile.units[segment.start : segment.end]
+        kept_casts = sum(unit.cast for unit in self.profile.units[: segment.start]) if segment.tier == "store" else 0
+        if segment.tier == "store":
+            self._backward_of(segment.start, kept_casts + units[0].cast)
+            self.kept.pop()
+            return
+        # The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it.
+        kept_casts = sum(unit.cast for unit in self.profile.units[: segment.start])
+        output_gradient = units[-1].output.at(self.batch)
+        depth = len(self.kept)
+        casts = kept_casts
+        for unit in units:
+            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient
+            self._note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
+            casts += unit.cast
+            self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
+        for index in reversed(range(segment.start, segment.end)):
+            self._backward_of(index, casts)
+            casts -= self.profile.units[index].cast
+            self.kept.pop()
+        assert len(self.kept) == depth
+        self.kept.pop()
+
+    def _backward_of(self, index: int, casts: int) -> None:
+        unit = self.profile.units[index]
+        excess = unit.backward_more if self.setting.accumulates else unit.backward_first
+        live = self._saved() + casts + self.gradients + unit.output.at(self.batch)
+        self._note(live + excess.at(self.batch), f"backward of {unit.name}")
+        if not self.setting.accumulates:
+            self.gradients += unit.parameter_gradients

@@ -1,0 +1,159 @@
+"""The planner's answer: what is kept for each unit, at which micro-batch, and what that is predicted to need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .costs import MemoryProfile, Tier
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Units `start` to `end - 1` of the chain under one tier. `store` segments have one unit each."""
+
+    start: int
+    end: int
+    tier: Tier = "store"
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.end, (self.start, self.end)
+        assert self.tier != "store" or self.end == self.start + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """A plan is frozen and refers to units by module name, so it can be stored and applied to the model later.
+
+    Attributes:
+        segments: the whole chain, in order, without gaps.
+        unit_modules: for each unit the dotted names of its modules.
+        micro_batch: images in one forward; batch: images the optimizer sees; accumulation: forwards per step.
+        predicted_peak_bytes: by simulation, baseline included; predicted_counted_bytes: live storages alone.
+        recompute_fraction: recomputed FLOPs over the FLOPs of a step without recompute.
+        stages: one readable line per stage.
+        parts: the predicted peak, taken apart.
+    """
+
+    model: str
+    image_size: tuple[int, int]
+    precision: str
+    segments: tuple[Segment, ...]
+    unit_modules: tuple[tuple[str, ...], ...]
+    micro_batch: int
+    batch: int
+    accumulation: int
+    eval_batch: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_counted_bytes: int
+    recompute_fraction: float
+    stages: tuple[str, ...]
+    parts: Mapping[str, int]
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"version": PLAN_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> CheckpointPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the row is of another format version.
+        """
+        values = dict(row)
+        if values.pop("version", None) != PLAN_VERSION:
+            raise ValueError(f"plan of version {row.get('version')!r}, expected {PLAN_VERSION}; plan again")
+        values["segments"] = tuple(Segment(**segment) for segment in row["segments"])
+        values["unit_modules"] = tuple(tuple(names) for names in row["unit_modules"])
+        values["image_size"] = tuple(row["image_size"])
+        values["stages"] = tuple(row["stages"])
+        return cls(**values)
+
+    @property
+    def recomputed(self) -> tuple[Segment, ...]:
+        """The segments that are run again in backward."""
+        return tuple(segment for segment in self.segments if segment.tier != "store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlan:
+    """Nothing that is allowed fits; carries the numbers of the tightest plan at the smallest micro-batch."""
+
+    micro_batch: int
+    need_bytes: int
+    budget_bytes: int
+    largest_part: tuple[str, int]
+    parts: Mapping[str, int]
+
+
+def store_all(profile: MemoryProfile) -> tuple[Segment, ...]:
+    """The plan without recompute."""
+    return tuple(Segment(index, index + 1) for index in range(len(profile.units)))
+
+
+def uniform(profile: MemoryProfile, spacing: int | Mapping[str, int | None]) -> tuple[Segment, ...]:
+    """Recompute everything that can be, in segments of `spacing` blocks that never cross a stage.
+
+    Args:
+        profile: the traced chain.
+        spacing: units per segment, alike everywhere or by stage (None or a missing stage: stored).
+    """
+    segments: list[Segment] = []
+    units = profile.units
+    index = 0
+    while index < len(units):
+        unit = units[index]
+        length = spacing if isinstance(spacing, int) else spacing.get(unit.stage)
+        if length is None or not unit.recomputable or not unit.opens_segment:
+            segments.append(Segment(index, index + 1))
+            index += 1
+            continue
+        end = index + 1
+        while end < len(units) and end - index < length and units[end].recomputable and units[end].stage == unit.stage:
+            end += 1
+        segments.append(Segment(index, end, "recompute"))
+        index = end
+    return tuple(segments)
+
+
+def describe_stages(profile: MemoryProfile, segments: tuple[Segment, ...]) -> tuple[str, ...]:
+    """One phrase per stage that recomputes: "stage0 spacing 1", "stage2 spacing 2 on 9 of 27"; then "rest stored".
+
+    A stage with segments of several lengths names the range ("spacing 1-3").
+    """
+    blocks: dict[str, int] = {}
+    lengths: dict[str, list[int]] = {}
+    for segment in segments:
+        for index in range(segment.start, segment.end):
+            unit = profile.units[index]
+            if unit.recomputable:
+                blocks[unit.stage] = blocks.get(unit.stage, 0) + 1
+        if segment.tier != "store":
+            lengths.setdefault(profile.units[segment.start].stage, []).append(segment.end - segment.start)
+    lines = []
+    recomputed = dict.fromkeys(blocks, 0)
+    for segment in segments:
+        if segment.tier != "store":
+            for index in range(segment.start, segment.end):
+                recomputed[profile.units[index].stage] += 1
+    for stage, total in blocks.items():
+        if not recomputed[stage]:
+            continue
+        found = lengths.get(stage, [])
+        if not found:
+            lines.append(f"{stage} with the stage before")
+            continue
+        spacing = f"{min(found)}-{max(found)}" if min(found) != max(found) else f"{found[0]}"
+        share = "" if recomputed[stage] == total else f" on {recomputed[stage]} of {total}"
+        lines.append(f"{stage} spacing {spacing}{share}")
+    if not lines:
+        return ("all stored",)
+    if any(not recomputed[stage] for stage in blocks):
+        lines.append("rest stored")
+    return tuple(lines)
