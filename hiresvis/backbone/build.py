@@ -159,7 +159,8 @@ def _from_state(name: str, cfg: Any, pretrained: str, num_classes: int, seed: in
 
 def _normalisation(cfg: Any, pretrained: bool | str, in_chans: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]:
     """Mean and std per channel: the weights' own; for other channels their average, as the weights are summed or repeated over them."""
-    mean, std, notes = tuple(cfg.mean), tuple(cfg.std), ()
+    mean, std = tuple(cfg.mean), tuple(cfg.std)
+    notes: tuple[str, ...] = ()
     if isinstance(pretrained, str) and (known := weights.PACKAGES.get(pretrained.removeprefix("package:"))) is not None:
         mean, std = known.mean, known.std
         notes = (f"images are normalised with mean {mean[0]} and std {std[0]}, as in the package's training",)
