@@ -250,7 +250,7 @@ def test_weights_in_the_cache_need_no_network(lonely_cache: Path) -> None:
 def test_offline_mode_asks_the_cache_alone(lonely_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With HF_HUB_OFFLINE set and nothing cached, the reason is that, not the network."""
     monkeypatch.setattr(weights_module.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE is set and timm/resnet18.a1_in1k is not in the cache"):
+    with pytest.raises(HubUnreachable, match=r"HF_HUB_OFFLINE is set and timm/resnet18.a1_in1k is not in the cache"):
         _resnet(True)
 
 
