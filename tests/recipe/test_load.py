@@ -138,8 +138,11 @@ def test_text_that_is_not_utf8_is_located(problems):
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(load):
-    """A file saved with a BOM loads."""
-    assert load(b"\xef\xbb\xbf" + MINIMAL.encode()).recipe.task == "classify"
+    """A file saved with a BOM loads, and its columns are those an editor shows."""
+    loaded = load(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert loaded.recipe.task == "classify"
+    assert loaded.place("task") == "recipe.yaml:1:7"
+    assert not loaded.text.startswith("\ufeff")
 
 
 def test_missing_keys_are_named_with_what_to_write(problems):
