@@ -83,7 +83,7 @@ def budget() -> Kind:
 
     return Kind(
         parse,
-        {"type": "string", "pattern": r"^(auto|\s*\d+(\.\d+)?\s*(%|[KMGTkmgt]?i?[Bb]?)\s*)$", "examples": ["auto", "22GiB", "90%"]},
+        {"type": "string", "pattern": r"^(auto|\s*\d+(\.\d+)?\s*(%|[KMGTkmgt]i?[Bb]?|[Bb])\s*)$", "examples": ["auto", "22GiB", "90%"]},
         dump,
     )
 

@@ -162,6 +162,7 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
         ("train.epochs", "0"),
         ("optim.lr", "abc"),
         ("memory.budget", "22"),
+        ("memory.budget", "'22'"),
         ("model.image_size", "[1]"),
         ("log.to", "[wandb]"),
         ("lr", "1"),
