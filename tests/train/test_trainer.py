@@ -18,7 +18,7 @@ from hiresvis.errors import Interrupted, RunFolderError, TrainingFailed
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted, StepDone
 from hiresvis.train.evaluate import evaluate
 from hiresvis.train.progress import Limits
-from hiresvis.train.snapshot import load_snapshot, read_weights_metadata
+from hiresvis.train.snapshot import load_snapshot, read_weights_metadata, save_weights
 from hiresvis.train.stop import StopRequest
 
 SCRIPT = Path(__file__).with_name("small_run.py")
@@ -287,6 +287,23 @@ def test_best_weights_newer_than_the_snapshot_are_taken_as_they_are(small, tmp_p
     third.restore(load_snapshot(tmp_path / "crashed" / "snapshot"))
     list(third.fit())
     _assert_same(tmp_path / "straight", tmp_path / "crashed")
+
+
+def test_best_weights_on_disk_are_the_truth_on_resume(small, tmp_path):
+    """A newer best.safetensors than the snapshot knows sets the value to beat; a missing one is written again at the next evaluation."""
+    list(small.make_trainer(tmp_path, limits=Limits(epochs=1)).fit())
+    path, snapshot = tmp_path / "weights" / "best.safetensors", load_snapshot(tmp_path / "snapshot")
+    save_weights(path, load_file(path), metadata={"epoch": "2", "metric": "accuracy", "value": "2.0"})
+    trainer = small.make_trainer(tmp_path)
+    trainer.restore(snapshot)
+    assert (trainer.progress.best_value, trainer.progress.best_epoch) == (2.0, 2)
+    assert list(trainer.fit())[-1].best_value == 2.0
+    path.unlink()
+    trainer = small.make_trainer(tmp_path)
+    trainer.restore(snapshot)
+    finished = list(trainer.fit())[-1]
+    assert finished.best_epoch == 2
+    assert read_weights_metadata(path)["value"] == repr(finished.best_value)
 
 
 def test_non_finite_step_is_skipped_and_its_samples_named(small, tmp_path):
