@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -148,7 +149,6 @@ class TrainLoader:
         parts: list[MicroBatch] = []
         for result in results:
             self.skipped += [(path, reason) for path, reason in result.skipped if path not in known]
-            known.update(path for path, _ in result.skipped)
             if result.micro_batch is not None:
                 parts.append(result.micro_batch)
             if result.task.closes_batch:
@@ -322,7 +322,7 @@ class _Engine:
             EnvironmentFailed: a worker process died; names the files it may have been at.
         """
         self._sampler.tasks = tasks
-        with _no_advice_on_workers():
+        with _no_advice_on_workers(), _child_signals_kept():
             results = iter(self._loader)
         for task in tasks:
             try:
@@ -330,7 +330,7 @@ class _Engine:
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                raise EnvironmentFailed(self._death_notice(task, error)) from error
+                raise EnvironmentFailed(self._death_notice(task, results)) from error
             assert result.task == task
             if result.problems:
                 raise DataError(result.problems)
@@ -342,14 +342,25 @@ class _Engine:
             iterator._shutdown_workers()
             self._loader._iterator = None
 
-    def _death_notice(self, task: _Task, error: RuntimeError) -> str:
+    def _death_notice(self, task: _Task, results: Any) -> str:
         paths = [str(self._source.samples[index].path) for index in task.indices]
         files = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        codes = [code for worker in getattr(results, "_workers", ()) if (code := worker.exitcode) not in (None, 0)]
+        cause = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes) or "no exit code"
         return (
-            f"A worker process of the loader died ({str(error).splitlines()[0]}). The batch waited for was {task.batch_index} of epoch "
-            f"{task.epoch}: {files}. Out of memory and a full /dev/shm are the usual reasons: lower data.workers, or set it to 0 to see "
-            "the error itself."
+            f"A worker process of the loader died ({cause}). The batch waited for was {task.batch_index} of epoch {task.epoch}: {files}. "
+            "SIGKILL mostly means out of memory, SIGBUS a full /dev/shm: lower data.workers; with 0 an error shows itself."
         )
+
+
+@contextmanager
+def _child_signals_kept() -> Iterator[None]:
+    """torch installs a SIGCHLD handler that raises in the main thread at whatever line it is when a worker dies, the optimizer's step
+    included. Without it, the death shows where it belongs: at the next batch that does not come, within five seconds."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not handler:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def resolve_channels(samples: Sequence[Sample], channels: int | None, *, max_pix
     if len(counts) == 1:
         found = next(iter(counts))
         return found, f"all {counts[found]} images looked at have {found} channels"
-    text = ", ".join(f"{number} channels in {count}" for count, number in sorted(counts.items()))
+    text = ", ".join(f"{number} channels in {count}" for number, count in sorted(counts.items()))
     raise DataError([Problem(f"images of different channels: {text}; save them alike", key="data.channels")])
 
 

@@ -80,12 +80,12 @@ class TestDamage:
     ) -> None:
         """Pillow stands in, as strict, and gives nearly the same pixels and the same draft size."""
         path = tmp_path / "x.jpg"
-        Image.fromarray(picture(201, 301)).save(path, quality=95, subsampling=0)
-        first, first_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(100, 100))
+        Image.fromarray(picture(208, 304)).save(path, quality=95, subsampling=0)
+        first, first_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(104, 152))
         monkeypatch.setattr(decode_module, "simplejpeg", None)
-        second, second_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(100, 100))
+        second, second_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(104, 152))
         assert np.abs(first.astype(int) - second).max() <= 3
-        assert first_draft.shape == second_draft.shape == (101, 151, 3)
+        assert first_draft.shape == second_draft.shape == (104, 152, 3)
         path.write_bytes(path.read_bytes()[:-200])
         with pytest.raises(DataError, match="damaged"):
             decode(path, max_pixels=LIMIT)
@@ -169,14 +169,21 @@ class TestSize:
             decode(tmp_path / "x.tif", max_pixels=1999)
 
     @pytest.mark.parametrize(
-        ("draft", "shape"), [((100, 100), (101, 151)), ((102, 100), (201, 301)), ((25, 38), (26, 38)), (None, (201, 301))]
-    )
-    def test_draft_never_goes_below_the_target(
+        ("draft", "shape"),
+        [((104, 152), (104, 152)), ((52, 76), (52, 76)), ((52, 152), (104, 152)), ((26, 38), (26, 38)),
+         ((8, 12), (26, 38)), ((8, 13), (52, 76)), ((53, 76), (208, 304)), ((100, 150), (208, 304)), ((300, 300), (208, 304)), (None, (208, 304))],
+    )  # fmt: skip
+    def test_draft_is_a_multiple_of_the_target_or_three_times_it(
         self, tmp_path: Path, picture: Callable[..., np.ndarray], draft: tuple[int, int] | None, shape: tuple[int, int]
     ) -> None:
-        """A JPEG comes at the smallest power of two that covers both axes."""
-        Image.fromarray(picture(201, 301)).save(tmp_path / "x.jpg")
+        """A JPEG comes smaller only where the reduction to the target loses nothing by it, and never below the target."""
+        Image.fromarray(picture(208, 304)).save(tmp_path / "x.jpg")
         assert decode(tmp_path / "x.jpg", max_pixels=LIMIT, draft_px=draft).shape[:2] == shape
+
+    def test_draft_divides_both_axes(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """No last row stands for a part of a row: the proportions are exact."""
+        Image.fromarray(picture(204, 302)).save(tmp_path / "x.jpg")
+        assert decode(tmp_path / "x.jpg", max_pixels=LIMIT, draft_px=(20, 20)).shape == (102, 151, 3)
 
     def test_draft_counts_in_the_shown_orientation(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
         """A turned photo is measured as people see it."""

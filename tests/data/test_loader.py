@@ -98,6 +98,14 @@ class TestOrder:
         assert [item.indices for item in first] != [item.indices for item in second]
         assert not same(first, epochs(make(seed=6), 0))
 
+    def test_sample_is_augmented_anew_each_epoch(self, make: Callable[..., TrainLoader]) -> None:
+        """The epoch is a part of every sample's seed, not of the order alone."""
+        images = [
+            {index: image for item in epochs(make(), number) for index, image in zip(item.indices, item.images, strict=True)}
+            for number in (0, 1)
+        ]
+        assert sum(torch.equal(images[0][index], images[1][index]) for index in range(11)) < 4
+
     def test_size_of_parts_changes_no_pixel(self, make: Callable[..., TrainLoader]) -> None:
         """The order, the batches and every image stay when the micro-batch changes in the middle of a run."""
         loader = make()
@@ -140,14 +148,16 @@ class TestWorkers:
         assert same(epochs(loader, 1), epochs(make(micro_batch=1), 1))
 
     def test_dead_worker_is_reported_with_the_files_and_the_ways_on(self, make: Callable[..., TrainLoader]) -> None:
-        """Killed from outside, as for want of memory."""
+        """Killed from outside, as for want of memory; the error comes with the batch that does not, not at some line before it."""
         loader = make(workers=1)
         epochs(loader, 0)
         loader.set_epoch(1)
         items = iter(loader)
         next(items)
-        os.kill(loader._engine._loader._iterator._workers[0].pid, signal.SIGKILL)
-        with pytest.raises(EnvironmentFailed, match=r"(?s)worker process of the loader died.*\.png.*data\.workers"):
+        worker = loader._engine._loader._iterator._workers[0]
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join(10)
+        with pytest.raises(EnvironmentFailed, match=r"worker process of the loader died \(SIGKILL\).*\.png.*data\.workers"):
             list(items)
 
     @pytest.mark.parametrize(
