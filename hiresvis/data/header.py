@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import tifffile
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from hiresvis.errors import DataError, Problem
 
@@ -130,7 +130,7 @@ def _pillow_header(file: BinaryIO, path: Path, start: bytes) -> Header:
         with pillow_open(file) as image:
             frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
             orientation = _exif_orientation(image, file)
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         refuse(path, f"is not a {_KNOWN} image: {_describe_start(start)}", error)
     except Exception as error:  # a damaged header can raise anything; whatever it is, the file is the reason
         refuse(path, f"has a damaged header: {first_line(error)}", error)
