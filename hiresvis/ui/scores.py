@@ -37,7 +37,8 @@ class SplitScores:
 def split_scores(split: str, predictions: Sequence[Prediction], classes: Sequence[str]) -> SplitScores | None:
     """The scores of one split's labelled rows; None when it has none.
 
-    F1 of a class is 2 hits / (labelled + predicted); the macro mean is over classes that have labelled images.
+    F1 of a class is 2 hits / (labelled + predicted); the macro mean is over classes that occur as label or as
+    prediction, as in the metric that training reports.
     """
     rows = [row for row in predictions if row.split == split and row.label]
     if not rows:
@@ -49,7 +50,7 @@ def split_scores(split: str, predictions: Sequence[Prediction], classes: Sequenc
     for row in rows:
         counts[place[row.label]][place[row.predicted]] += 1
     scores = tuple(_class_score(name, index, counts) for index, name in enumerate(names))
-    f1s = [score.f1 for score in scores if score.num_labelled and score.f1 is not None]
+    f1s = [score.f1 for score in scores if score.f1 is not None]
     confused = sorted(
         ((names[i], names[j], n) for i, line in enumerate(counts) for j, n in enumerate(line) if n and i != j),
         key=lambda pair: -pair[2],

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # px around the drawing area
 
@@ -77,7 +77,7 @@ def _short(value: object) -> str:
 
 def drawing(width: int, height: int, parts: Sequence[Markup], label: str) -> Markup:
     """The svg element around its parts, with a name for screen readers."""
-    content = Markup("").join([element("title", escape(label)), *parts])
+    content = Markup("").join([element("title", label), *parts])
     return element("svg", content, viewBox=f"0 0 {width} {height}", role="img", class_="chart", xmlns="http://www.w3.org/2000/svg")
 
 

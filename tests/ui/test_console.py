@@ -213,7 +213,7 @@ def test_prints_of_others_go_above_the_area(monkeypatch: pytest.MonkeyPatch) -> 
     area.start()
     area.refresh()
     print("a warning [x]", file=sys.stderr)
-    sys.stderr.write("10%\r50%\r100%\n")
+    sys.stderr.write("10% of all\r50% of all\r100%\n")
     sys.stderr.write("no line end")
     assert screen(output()) == ["a warning [x]", "100%", "live"]
     area.stop()
@@ -266,6 +266,7 @@ def test_failing_drawing_in_the_thread_ends_the_view_alone(caplog: pytest.LogCap
         thread = view._area._thread
         assert thread is not None
         thread.join(10)
+        assert isinstance(view.failure, ZeroDivisionError)
         view.handle(Notice(level="info", text="later"))
     assert isinstance(view.failure, ZeroDivisionError)
     assert "goes on without it" in caplog.text

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from hiresvis.run.events import Event
 from hiresvis.ui import SilentView, View, make_view
 from hiresvis.ui.console import ConsoleView
 from hiresvis.ui.plain import JsonView, PlainView
@@ -49,6 +50,28 @@ def test_closed_stream_counts_as_no_terminal() -> None:
     stream = Terminal()
     stream.close()
     assert isinstance(make_view("auto", stream=stream, environ={}), View)
+
+
+def test_failing_view_tells_once_and_stays_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """The first failure is kept; neither later events nor the end raise or repeat it."""
+
+    class Broken(View):
+        calls = 0
+
+        def _show(self, event: Event) -> None:
+            self.calls += 1
+            raise RuntimeError("first")
+
+        def _close(self, *, stopped: bool) -> None:
+            raise RuntimeError("second")
+
+    with Broken() as view:
+        view.handle(Event())
+        view.handle(Event())
+    assert isinstance(view, Broken)
+    assert view.calls == 1
+    assert str(view.failure) == "first"
+    assert caplog.text.count("goes on without it") == 1
 
 
 def test_plain_view_loads_neither_rich_nor_a_training_library() -> None:

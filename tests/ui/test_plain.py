@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiresvis.run.events import EpochStarted, Event, StepDone, from_json
+from hiresvis.run.events import EpochStarted, Event, Notice, StepDone, from_json
 from hiresvis.ui.plain import JsonView, PlainView
 
 MakeEvents = Callable[..., list[Event]]
@@ -144,9 +144,10 @@ def test_other_encodings_are_survived(make_events: MakeEvents) -> None:
     """A log in ASCII gets ASCII lines."""
     raw = io.BytesIO()
     with PlainView(io.TextIOWrapper(raw, encoding="ascii", write_through=True), Clock()) as view:
-        for event in make_events(2, 4):
+        for event in [*make_events(2, 4), Notice(level="warning", text="画像/é.png: torn\x1b[2J")]:
             view.handle(event)
     assert view.failure is None
+    assert raw.getvalue().endswith(b"warning: \\u753b\\u50cf/\\xe9.png: torn [2J\n")
     assert b"stage0 1 | stage1 2" in raw.getvalue()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import re
 from collections.abc import Callable
@@ -19,11 +21,17 @@ from hiresvis.run.events import Event, Notice, RunStarted
 from hiresvis.ui.report import write_report
 from hiresvis.ui.run_files import Prediction, read_run
 from hiresvis.ui.scores import split_scores
+from hiresvis.ui.svg import element
 from hiresvis.ui.thumbnails import MAX_PIXELS, thumbnail
 
 MakeEvents = Callable[..., list[Event]]
 MakeRun = Callable[..., Path]
 VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+def test_drawn_text_and_attributes_are_escaped() -> None:
+    """An SVG element cannot be left by its content or by a value."""
+    assert element("text", "<b>&", title='"><script>') == '<text title="&#34;&gt;&lt;script&gt;">&lt;b&gt;&amp;</text>'
 
 
 class Checker(HTMLParser):
@@ -120,6 +128,10 @@ def test_scores_match_a_count_by_hand() -> None:
     assert found.macro_f1 == pytest.approx((0.8 + 2 / 3) / 2)
     assert found.confused == (("a", "b", 1),)
     assert split_scores("test", rows, ("a", "b")) is None
+    only_predicted = split_scores("val", [*rows, prediction("a", "c")], ("a", "b", "c"))
+    assert only_predicted is not None
+    assert only_predicted.scores[2].f1 == 0.0
+    assert only_predicted.macro_f1 == pytest.approx((2 * 2 / 6 + 2 / 3 + 0.0) / 3), "as torchmetrics has it"
 
 
 def test_worst_errors_are_wrong_ones_by_loss_with_previews(make_events: MakeEvents, make_run: MakeRun) -> None:
@@ -213,6 +225,8 @@ def test_many_warnings_are_cut_and_counted(make_events: MakeEvents, make_run: Ma
     run = make_run([*make_events(1, 3), *notices, Notice(level="error", text="disk full")])
     text = words(page_of(run)[1])
     assert "disk full" in text
+    assert "skipped 37.jpg" in text
+    assert "skipped 999.jpg" not in text
     assert "And 962 more in train.log" in text
 
 
@@ -245,12 +259,28 @@ def test_every_mode_has_a_preview(tmp_path: Path, mode: str) -> None:
     assert (thumbnail(path) or "").startswith("data:image/jpeg;base64,")
 
 
+def test_deep_images_are_stretched_to_be_seen(tmp_path: Path) -> None:
+    """A 16-bit image that uses a sixtieth of its range is neither black nor white."""
+    deep = Image.new("I;16", (200, 100), 300)
+    deep.paste(1300, (100, 0, 200, 100))
+    deep.save(tmp_path / "deep.png")
+    uri = thumbnail(tmp_path / "deep.png")
+    assert uri is not None
+    shown = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))).convert("L")
+    assert shown.getpixel((20, 50)) < 20
+    assert shown.getpixel((180, 50)) > 235
+
+
 def test_unreadable_and_enormous_images_have_no_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken file, a text and a file that claims too many pixels are no error."""
     whole = tmp_path / "whole.png"
     Image.effect_noise((300, 300), 50).save(whole)
     torn = tmp_path / "torn.png"
     torn.write_bytes(whole.read_bytes()[:2000])
+    second = whole.read_bytes().rindex(b"IDAT")
+    garbled = tmp_path / "garbled.png"
+    garbled.write_bytes(whole.read_bytes()[:second] + b"\1\2\3\4" + whole.read_bytes()[second + 4 :])
+    assert thumbnail(garbled) is None
     text = tmp_path / "text.jpg"
     text.write_text("no image")
     assert thumbnail(torn) is None

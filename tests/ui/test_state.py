@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -111,6 +112,8 @@ def test_series_stays_bounded_and_keeps_its_shape() -> None:
     assert all(y == pytest.approx(2 * x) for x, y in points)
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert points[-1][0] > 9_900
+    gaps = {round(b[0] - a[0], 6) for a, b in pairwise(points[:-1])}
+    assert len(gaps) == 1, "every point but the last stands for as many values"
 
 
 def test_phase_follows_the_run(make_events: Callable[..., list[Event]]) -> None:
