@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hiresvis.train.snapshot as snapshot_module
 from hiresvis.errors import EnvironmentFailed, RunFolderError
 from hiresvis.train.snapshot import load_snapshot, read_weights_metadata, save_snapshot, save_weights
 from hiresvis.train.state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
@@ -129,6 +132,42 @@ def test_kill_at_any_moment_never_leaves_a_torn_snapshot(tmp_path):
         seen = snapshot.state["n"]
 
 
+def _save_and_die_after(num_lines: int, folder) -> bool:
+    """Saves in a forked process that kills itself after so many lines of snapshot.py; whether it died before the end."""
+    process = os.fork()
+    if process == 0:
+        lines = itertools.count()
+
+        def trace(frame, event, argument):
+            if frame.f_code.co_filename != snapshot_module.__file__:
+                return None
+            if event == "line" and next(lines) == num_lines:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            save_snapshot(folder, tensors=_tensors(2), state={"n": 2})
+        finally:
+            os._exit(0)
+    return os.waitpid(process, 0)[1] == signal.SIGKILL
+
+
+def test_kill_after_each_line_of_a_save_leaves_a_whole_snapshot(tmp_path):
+    """Wherever in a save the process dies, the old snapshot loads whole up to one line, and the new one from there on."""
+    values = []
+    for num_lines in itertools.count():
+        folder = tmp_path / str(num_lines)
+        save_snapshot(folder, tensors=_tensors(1), state={"n": 1})
+        died = _save_and_die_after(num_lines, folder)
+        values.append(_value(folder))
+        if not died:
+            break
+    assert set(values) == {(1.0, 1), (2.0, 2)}
+    assert values == sorted(values)
+    assert len(values) > 50
+
+
 @pytest.fixture
 def full_disk():
     """No file may grow beyond 100 kB: a write fails half-way, as on a full disk."""
@@ -140,12 +179,13 @@ def full_disk():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_full_disk_keeps_the_previous_snapshot_and_leaves_no_debris(tmp_path, full_disk):
+@pytest.mark.parametrize(("num_values", "text"), [(100_000, ""), (10, "x" * 200_000)], ids=["in the tensors", "in the state"])
+def test_full_disk_keeps_the_previous_snapshot_and_leaves_no_debris(tmp_path, full_disk, num_values, text):
     """A write that fails half-way is an EnvironmentFailed that says what is kept; folder and snapshot are as before."""
     save_snapshot(tmp_path, tensors=_tensors(1), state={"n": 1})
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(EnvironmentFailed, match="the previous snapshot is kept"):
-        save_snapshot(tmp_path, tensors={"a": torch.zeros(100_000)}, state={})
+        save_snapshot(tmp_path, tensors={"a": torch.zeros(num_values)}, state={"text": text})
     assert _value(tmp_path) == (1.0, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 

@@ -17,15 +17,22 @@ from hiresvis.train.stop import StopRequest
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_first_signal_is_noted_and_handlers_are_put_back(signum, code):
-    """Inside, a signal only sets the request; afterwards the handlers are the earlier ones, also when entered twice."""
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    """Inside, a signal only sets the request; afterwards the handlers are the caller's own again, also when entered twice."""
     stop = StopRequest()
-    with stop, stop:
-        stop.raise_if_requested("nothing yet")
-        os.kill(os.getpid(), signum)
-        assert stop.requested
-        assert (stop.signal_name, stop.exit_code) == (signal.Signals(signum).name, code)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    def own(number, frame):
+        raise AssertionError("the caller's handler ran")
+
+    before = {number: signal.signal(number, own) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with stop, stop:
+            stop.raise_if_requested("nothing yet")
+            os.kill(os.getpid(), signum)
+            assert (stop.requested, stop.signal_name, stop.exit_code) == (True, signal.Signals(signum).name, code)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (own, own)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     with pytest.raises(Interrupted, match="while probing") as raised:
         stop.raise_if_requested("stopped while probing; nothing to save")
     assert raised.value.exit_code == code

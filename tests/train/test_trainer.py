@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -271,22 +272,18 @@ def test_killed_run_resumes_from_its_last_snapshot_and_ends_the_same(small, tmp_
     _assert_same(tmp_path / "straight", folder)
 
 
-def test_best_weights_newer_than_the_snapshot_are_taken_as_they_are(small, tmp_path):
-    """Killed between best weights and snapshot: the epoch is done again, ties with itself, and counts as it did."""
-    list(small.make_trainer(tmp_path / "straight").fit())
-    list(small.make_trainer(tmp_path / "crashed", limits=Limits(epochs=1)).fit())
-    earlier = {path: path.read_bytes() for path in (tmp_path / "crashed" / "snapshot").iterdir()}
-    again = small.make_trainer(tmp_path / "crashed")
-    again.restore(load_snapshot(tmp_path / "crashed" / "snapshot"))
-    list(again.fit())
-    for path in (tmp_path / "crashed" / "snapshot").iterdir():
-        path.unlink()
-    for path, content in earlier.items():
-        path.write_bytes(content)
-    third = small.make_trainer(tmp_path / "crashed")
-    third.restore(load_snapshot(tmp_path / "crashed" / "snapshot"))
-    list(third.fit())
-    _assert_same(tmp_path / "straight", tmp_path / "crashed")
+def test_epoch_done_again_ties_with_itself_and_counts_as_it_did(small, tmp_path):
+    """Killed between the best weights of epoch 1 and its snapshot: done again from mid-epoch, the epoch is the best one still."""
+    limits = Limits(epochs=1, save_every=0.0)
+    for event in small.make_trainer(tmp_path / "run", limits=limits).fit():
+        if event.kind == "snapshot_saved" and event.step == 2:
+            shutil.copytree(tmp_path / "run" / "snapshot", tmp_path / "earlier")
+    again = small.make_trainer(tmp_path / "run", limits=limits)
+    again.restore(load_snapshot(tmp_path / "earlier"))
+    expected = load_snapshot(tmp_path / "run" / "snapshot").state["progress"]
+    result = next(event for event in again.fit() if isinstance(event, Evaluated))
+    assert result.is_best
+    assert (again.progress.best_epoch, again.progress.epochs_since_best) == (1, expected["epochs_since_best"]) == (1, 0)
 
 
 def test_best_weights_on_disk_are_the_truth_on_resume(small, tmp_path):
@@ -333,20 +330,32 @@ def test_five_non_finite_steps_in_a_row_end_the_run_with_advice(small, tmp_path)
     assert sum(isinstance(event, StepDone) for event in events) == 5
 
 
-def test_failing_disk_is_told_and_training_goes_on(small, tmp_path):
-    """No file may grow beyond 200 kB from the second epoch on: notices say so, the run ends, and the first epoch's files are whole."""
-    trainer = small.make_trainer(tmp_path)
+@pytest.fixture
+def disk():
+    """A switch: once called, no file may grow beyond 200 kB, so that writing weights or a snapshot fails half-way."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_best_weights_that_could_not_be_written_are_not_called_best(small, tmp_path, disk):
+    """With no room from the start, the run ends without best weights and says so: no value is claimed that no file holds."""
+    disk()
+    events = list(small.make_trainer(tmp_path, limits=Limits(epochs=2, early_stop=5)).fit())
+    assert not any(event.is_best for event in events if isinstance(event, Evaluated))
+    assert (events[-1].reason, events[-1].best_epoch, math.isnan(events[-1].best_value)) == ("completed", 0, True)
+    assert sum(event.level == "error" for event in events if isinstance(event, Notice)) == 6  # best, last, snapshot, twice
+
+
+def test_failing_disk_is_told_and_training_goes_on(small, tmp_path, disk):
+    """No file may grow beyond 200 kB from the second epoch on: notices say so, the run ends, and the first epoch's files are whole."""
     events = []
-    try:
-        for event in trainer.fit():
-            events.append(event)
-            if event.kind == "snapshot_saved":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    for event in small.make_trainer(tmp_path).fit():
+        events.append(event)
+        if event.kind == "snapshot_saved":
+            disk()
     notices = [event for event in events if isinstance(event, Notice)]
     assert any("the previous snapshot is kept" in notice.text and notice.level == "error" for notice in notices)
     assert events[-1].reason == "completed"
