@@ -175,7 +175,7 @@ class PeakMeter:
         """The highest value since start()."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + CUDA_CONTEXT_BYTES
         return max(_high_water(), in_use(self.device))
 
 

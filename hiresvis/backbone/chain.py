@@ -193,7 +193,7 @@ def _open(call: _Call, times_called: Counter[str]) -> list[_Call]:
 def _worth_opening(children: list[_Call]) -> bool:
     """A container of blocks is opened; a norm with its convolution stays one unit."""
     owners = [_parameter_owners(child) for child in children]
-    return any(count >= 2 for count in owners) or sum(owners) > 2 * max(1, max(owners)) and _is_sequence(children)
+    return any(count >= 2 for count in owners) or (sum(owners) > 2 * max(1, max(owners)) and _is_sequence(children))
 
 
 def _is_sequence(children: list[_Call]) -> bool:

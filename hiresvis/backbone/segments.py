@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from hiresvis.backbone.chain import first_tensor
 from hiresvis.memory.plan import CheckpointPlan, Segment
 
 
-class _AllFilled(Exception):  # noqa: N818  (a signal, caught in this module: the rest of the segment is not needed)
+class _AllFilled(Exception):
     pass
 
 
@@ -62,7 +62,7 @@ class _RandomState:
     def same_as(self, other: _RandomState) -> bool:
         if not torch.equal(self.cpu, other.cpu):
             return False
-        return self.cuda is None or other.cuda is not None and torch.equal(self.cuda, other.cuda)
+        return self.cuda is None or (other.cuda is not None and torch.equal(self.cuda, other.cuda))
 
 
 class _Autocast:
@@ -140,10 +140,8 @@ class _Frame:
             stack.enter_context(self.autocast.entered())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, refuse))
-            try:
+            with suppress(_AllFilled):
                 self.segment.run_again(self.input, self.calls)
-            except _AllFilled:
-                pass
         if filled != len(self.places):
             raise RuntimeError(
                 f"recomputing {self.segment.label} saved {filled} tensors, its forward {len(self.places)}; "
@@ -184,7 +182,8 @@ class _SegmentRunner:
             self.frame = _Frame(self, args, tensor.device)
         elif self.last_output is None or self.last_output() is not tensor or self.frame is None:
             raise RuntimeError(
-                f"{self.names[position]} did not get the output of {self.names[position - 1]}: the model's chain is not the one that was planned"
+                f"{self.names[position]} did not get the output of {self.names[position - 1]}: "
+                "the model's chain is not the one that was planned"
             )
         frame = self.frame
         frame.calls.append((_without(args, tensor), kwargs))
@@ -268,7 +267,7 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
     names = [name for unit in unit_modules for name in unit]
     missing = [name for name in names if name not in modules]
     if missing:
-        raise ValueError(f"the plan is for another model: {len(missing)} of {len(names)} modules are missing, first {missing[0]!r}; plan again")
+        raise ValueError(f"the plan is for another model: {len(missing)} of {len(names)} modules are missing, first {missing[0]!r}")
     taken = [name for name in names if "forward" in modules[name].__dict__]
     if taken:
         raise ValueError(f"a plan is applied already (at {taken[0]!r}); remove it first")

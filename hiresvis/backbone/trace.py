@@ -219,9 +219,9 @@ class _Tracer:
     def dropped(self, batch: int) -> _Recorder:
         """A forward whose saved tensors are let go at once."""
         recorder = self.recorder()
-        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: None):
-                self._loss(batch, recorder)
+        let_go = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: None)
+        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder), let_go:
+            self._loss(batch, recorder)
         return recorder
 
     def evaluation(self, batch: int) -> int:

@@ -21,7 +21,7 @@ KINDS = ("open", "short", "mousebite", "spur", "pinhole", "copper")
 MASK, TRACE, PAD, HOLE, SILK = range(5)  # materials: solder mask alone, copper under it, bare copper, drilled hole, print
 _BLOCK_PX = 256  # side of the parts that a board is laid out from, about
 _APART_PX = 48  # least distance between two defects
-_VISIBLE_PX = 14  # a defect changes at least this many pixels, or it is placed anew
+_VISIBLE_PX = 24  # a defect changes at least this many pixels, or it is placed anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class _Layout:
 def draw_style(rng: np.random.Generator) -> Style:
     """A production lot: colour of the mask, fineness of the traces, sharpness and noise of the camera."""
     mask = np.array([(62, 98, 34), (110, 70, 26), (52, 86, 52), (84, 84, 40)][rng.integers(4)]) + rng.integers(-8, 9, 3)
-    trace = mask * 1.25 + 44
+    trace = mask * 1.25 + 58
     pad = np.array([(120, 190, 215), (196, 202, 206)][rng.integers(2)]) + rng.integers(-8, 9, 3)
     palette = np.clip(np.stack([mask, trace, pad, np.full(3, 22), np.full(3, 226)]), 0, 255).astype(np.uint8)
-    width = int(rng.integers(9, 12))
-    return Style(palette, width + int(rng.integers(11, 15)), width, float(rng.uniform(0.6, 1.1)), float(rng.uniform(4.0, 7.0)))
+    width = int(rng.integers(12, 16))
+    return Style(palette, width + int(rng.integers(14, 18)), width, float(rng.uniform(0.6, 1.1)), float(rng.uniform(4.0, 7.0)))
 
 
 def draw_board(size_px: int, style: Style, num_defects: int, rng: np.random.Generator) -> Board:
@@ -76,14 +76,21 @@ def draw_board(size_px: int, style: Style, num_defects: int, rng: np.random.Gene
     """
     laying, breaking, taking = rng.spawn(3)
     layout = _Layout(np.zeros((size_px, size_px), np.uint8), style)
-    edges = np.linspace(0, size_px, max(1, round(size_px / _BLOCK_PX)) + 1).astype(int)
-    for y0, y1 in pairwise(edges):
-        for x0, x1 in pairwise(edges):
+    for y0, y1 in pairwise(_edges(size_px, laying)):
+        for x0, x1 in pairwise(_edges(size_px, laying)):
             part = _PARTS[laying.choice(len(_PARTS), p=_SHARES)]
             part(layout, int(x0) + 6, int(y0) + 6, int(x1) - 6, int(y1) - 6, laying)
     before = layout.material.copy()
     kinds = _add_defects(layout, num_defects, breaking)
     return Board(_photograph(layout, taking), np.where(before != layout.material, 255, 0).astype(np.uint8), kinds)
+
+
+def _edges(size_px: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Borders of the blocks along one side, out of step from row to row."""
+    num = max(1, round(size_px / _BLOCK_PX))
+    edges = np.linspace(0, size_px, num + 1)
+    edges[1:-1] += rng.uniform(-0.2, 0.2, num - 1) * _BLOCK_PX
+    return edges.astype(np.int64)
 
 
 # --- parts of a board --------------------------------------------------------------------------------------------------------------
@@ -96,7 +103,7 @@ def _bus(layout: _Layout, x0: int, y0: int, x1: int, y1: int, rng: np.random.Gen
     length, across = (y1 - y0, x1 - x0) if upright else (x1 - x0, y1 - y0)
     shift = int(rng.integers(-2, 3)) * pitch
     num = (across - abs(shift) - pitch) // pitch
-    if num < 2 or length < 4 * abs(shift) + 6 * pitch:
+    if num < 2 or length < 2 * abs(shift) + 5 * pitch:
         shift, num = 0, max(1, (across - pitch) // pitch)
     start = pitch // 2 + width + max(0, -shift) + np.arange(num) * pitch
     inset = rng.integers(0, 3, (num, 2)) * pitch
@@ -231,26 +238,26 @@ def _place(layout: _Layout, kind: str, x: float, y: float, nx: float, ny: float,
     before = window.copy()
     if kind == "short" and not gap:
         return False
-    if kind == "copper" and layout.material[int(y) - 11 : int(y) + 12, int(x) - 11 : int(x) + 12].any():
+    if kind == "copper" and layout.material[int(y) - 14 : int(y) + 15, int(x) - 14 : int(x) + 15].any():
         return False  # copper in the open, clear of everything else
     edge = (x + nx * width * 0.5, y + ny * width * 0.5)
     if kind == "open":
-        half = rng.uniform(4.0, 6.5)
+        half = rng.uniform(5.0, 8.0)
         corners = [
             (x + sx * nx * width - sy * ny * half, y + sx * ny * width + sy * nx * half) for sx, sy in ((-1, -1), (-1, 1), (1, 1), (1, -1))
         ]
         jitter = rng.uniform(-1.5, 1.5, (4, 2))
         cv2.fillPoly(layout.material, [np.rint(np.array(corners) + jitter).astype(np.int32)], MASK)
     elif kind == "short":
-        cv2.line(layout.material, (round(x), round(y)), (round(x + nx * gap), round(y + ny * gap)), TRACE, int(rng.integers(6, 10)))
+        cv2.line(layout.material, (round(x), round(y)), (round(x + nx * gap), round(y + ny * gap)), TRACE, int(rng.integers(8, 12)))
     elif kind == "mousebite":
         _blob(layout.material, *edge, rng.uniform(0.55, 0.75) * width, MASK, rng)
     elif kind == "spur":
         _blob(layout.material, edge[0] + nx * 2, edge[1] + ny * 2, rng.uniform(0.55, 0.75) * width, TRACE, rng)
     elif kind == "pinhole":
-        _blob(layout.material, x, y, rng.uniform(0.32, 0.42) * width, HOLE, rng)
+        _blob(layout.material, x, y, rng.uniform(0.34, 0.44) * width, HOLE, rng)
     else:
-        _blob(layout.material, x, y, rng.uniform(5.0, 8.0), TRACE, rng)
+        _blob(layout.material, x, y, rng.uniform(6.0, 10.0), TRACE, rng)
     if np.count_nonzero(before != window) >= _VISIBLE_PX:
         return True
     window[:] = before

@@ -64,7 +64,8 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
     constant = resident_bytes(profile, setting, micro_batch)
     peak, where, gradients, saved = walk.peak, walk.where, walk.peak_gradients, walk.peak_saved
     step = profile.gradients + profile.optimizer_temporaries
-    evaluation = profile.evaluation.at(setting.eval_batch)
+    more_images = profile.raw_image.at(setting.eval_batch) - profile.raw_image.at(micro_batch)
+    evaluation = max(0, profile.evaluation.at(setting.eval_batch) + more_images)
     if step > peak:
         peak, where, gradients, saved = step, "optimizer step", profile.gradients, 0
     if evaluation > peak:

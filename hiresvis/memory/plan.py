@@ -123,37 +123,34 @@ def uniform(profile: MemoryProfile, spacing: int | Mapping[str, int | None]) -> 
 
 
 def describe_stages(profile: MemoryProfile, segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """One phrase per stage that recomputes: "stage0 spacing 1", "stage2 spacing 2 on 9 of 27"; then "rest stored".
+    """One phrase per stage that recomputes, then "rest stored": ("stage0 spacing 1", "stage2 spacing 2 on 9 of 27", ...).
 
-    A stage with segments of several lengths names the range ("spacing 1-3").
+    Segments of several lengths in one stage give a range ("spacing 1-3"); one that crosses stages stands by itself
+    ("stem to stage1 as one segment of 4").
     """
-    blocks: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for unit in profile.units:
+        if unit.recomputable:
+            totals[unit.stage] = totals.get(unit.stage, 0) + 1
     lengths: dict[str, list[int]] = {}
+    recomputed = dict.fromkeys(totals, 0)
+    lines: dict[str, str] = {}
     for segment in segments:
-        for index in range(segment.start, segment.end):
-            unit = profile.units[index]
-            if unit.recomputable:
-                blocks[unit.stage] = blocks.get(unit.stage, 0) + 1
-        if segment.tier != "store":
-            lengths.setdefault(profile.units[segment.start].stage, []).append(segment.end - segment.start)
-    lines = []
-    recomputed = dict.fromkeys(blocks, 0)
-    for segment in segments:
-        if segment.tier != "store":
-            for index in range(segment.start, segment.end):
-                recomputed[profile.units[index].stage] += 1
-    for stage, total in blocks.items():
-        if not recomputed[stage]:
+        if segment.tier == "store":
             continue
-        found = lengths.get(stage, [])
-        if not found:
-            lines.append(f"{stage} with the stage before")
-            continue
+        inside = [profile.units[index].stage for index in range(segment.start, segment.end)]
+        for stage in inside:
+            recomputed[stage] += 1
+        if inside[0] == inside[-1]:
+            lengths.setdefault(inside[0], []).append(len(inside))
+            lines.setdefault(inside[0], "")
+        else:
+            lines[f"{inside[0]} to {inside[-1]}"] = f"{inside[0]} to {inside[-1]} as one segment of {len(inside)}"
+    for stage, found in lengths.items():
         spacing = f"{min(found)}-{max(found)}" if min(found) != max(found) else f"{found[0]}"
-        share = "" if recomputed[stage] == total else f" on {recomputed[stage]} of {total}"
-        lines.append(f"{stage} spacing {spacing}{share}")
+        share = "" if sum(found) == totals[stage] else f" on {sum(found)} of {totals[stage]}"
+        lines[stage] = f"{stage} spacing {spacing}{share}"
     if not lines:
         return ("all stored",)
-    if any(not recomputed[stage] for stage in blocks):
-        lines.append("rest stored")
-    return tuple(lines)
+    rest = ("rest stored",) if any(recomputed[stage] < total for stage, total in totals.items()) else ()
+    return (*lines.values(), *rest)

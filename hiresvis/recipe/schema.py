@@ -78,7 +78,7 @@ class Model(Section):
 
     name: Annotated[str, values.text()] = Field(description="A timm model, such as convnextv2_base.")
     pretrained: Annotated[bool | str, values.pretrained()] = _key(True, "timm's weights (true), none, a file, or package:NAME.")
-    init_from: Annotated[str | None, values.text(nullable=True)] = _key(
+    init_from: Annotated[None, values.only(None, refusal="is not there yet; today: pretrained takes a file of weights")] = _key(
         None, "A run folder or weights with other classes: new head, reported."
     )
     image_size: Annotated[tuple[int, int], structures.image_size()] = _key(1024, "Pixels: one number for a square, or [height, width].")

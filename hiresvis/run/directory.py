@@ -64,7 +64,7 @@ class RunDirectory:
         Raises:
             RunFolderError: something is there already, or the place cannot be written, or is too full.
         """
-        _refuse_existing(path)
+        refuse_existing(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -209,7 +209,12 @@ class RunDirectory:
         files.write_text(self.metrics, table.getvalue())
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
+    """A run folder is never written over.
+
+    Raises:
+        RunFolderError: something is at the path; names the two ways on.
+    """
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():

@@ -176,7 +176,6 @@ class Finder:
         counter = StorageCounter() if self.step.device.type == "cpu" else None
         failure: str | None = None
         seconds = 0.0
-        copies = 0
         with self._no_trace() as copies:
             meter.start()
             try:
@@ -305,8 +304,8 @@ def explain(planner: Planner, candidate: Candidate) -> str:
     if largest >= limits.batch:
         return f"the whole batch of {limits.batch} fits at once; {cost}"
     passes = -(-limits.batch // candidate.micro_batch)
-    at_most = f"{largest} fit at most, {candidate.micro_batch} needs" if candidate.micro_batch != largest else f"{largest} fit at most and need"
-    return f"of {limits.batch} images {at_most} {passes} passes; {cost}"
+    even = "" if candidate.micro_batch == largest else f", or {candidate.micro_batch} at a time"
+    return f"of {limits.batch} images {largest} fit at once; that takes {passes} passes{even}; {cost}"
 
 
 def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) -> tuple[LadderRow, ...]:

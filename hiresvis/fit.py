@@ -1,0 +1,788 @@
+"""The commands' work, composed: fit, plan, check, evaluate, predict.
+
+`fit` is a stream of events: recipe and data are checked, the model is built and traced, the batch found on the device,
+the model trained, the best weights evaluated, the report written. Every event is recorded in the run folder before the
+caller sees it, so a view that fails can lose nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from hiresvis import assemble
+from hiresvis.backbone.segments import PlanHandle, apply_plan
+from hiresvis.data.contract import Contract, make_prepare
+from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, shared_memory_free_bytes
+from hiresvis.data.sources import Datasets, load_dataset, load_unlabelled
+from hiresvis.data.transforms import Pipeline, make_augment
+from hiresvis.device import Budget, PeakMeter, budget, is_out_of_memory, module_bytes, pick_device, release, return_memory_to_system
+from hiresvis.errors import DataError, DoesNotFit, Problem, RecipeError, RunFolderError
+from hiresvis.memory.costs import MemoryProfile
+from hiresvis.memory.peak import StepSetting
+from hiresvis.memory.plan import CheckpointPlan, NoPlan, store_all
+from hiresvis.memory.search import Planner
+from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
+from hiresvis.run import RunDirectory
+from hiresvis.run.directory import refuse_existing
+from hiresvis.run.events import AutoResolved, Evaluated, Event, LadderRow, Notice, RunFinished, RunStarted, to_json
+from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.evaluate import evaluate as evaluate_split
+from hiresvis.train.finder import Finder, explain, ladder_rows, plan_chosen, refusal, with_eval_batch
+from hiresvis.train.losses import CrossEntropy
+from hiresvis.train.metrics import auto_metric
+from hiresvis.train.optim import auto_lr, build_schedule, is_transformer
+from hiresvis.train.progress import Limits as RunLimits
+from hiresvis.train.snapshot import load_snapshot
+from hiresvis.train.step import TrainStep
+from hiresvis.train.stop import StopRequest
+from hiresvis.train.trainer import Trainer
+from hiresvis.units import format_size
+
+PLAN_FORMAT = 1
+
+
+def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) -> Iterator[Event]:
+    """Check, plan, probe, train, report.
+
+    Args:
+        loaded: the recipe with its overrides.
+        resume: go on with the run in the run folder: its plan, its snapshot.
+        dry_run: stop before the first training step; no run folder is made.
+
+    Yields:
+        What happens; each event is in the run folder already.
+
+    Raises:
+        HiresvisError: by kind, see `hiresvis.errors`.
+    """
+    if not resume and not dry_run:
+        refuse_existing(loaded.run_dir)
+    with StopRequest() as stop:
+        run = _Run(loaded, stop)
+        for event in run.resumed() if resume else run.new(dry_run=dry_run):
+            stamped = event if event.time else replace(event, time=time.time())
+            run.record(stamped)
+            yield stamped
+
+
+@dataclass(slots=True)
+class _Run:
+    """One fit under way: its parts as they come into being."""
+
+    loaded: LoadedRecipe
+    stop: StopRequest
+    folder: RunDirectory | None = None
+    early: list[Event] = field(default_factory=list)  # events before the run folder exists
+    resolution: Resolution = field(init=False)
+    device: torch.device = field(init=False)
+    told: int = 0
+
+    def __post_init__(self) -> None:
+        self.resolution = Resolution(self.loaded)
+        self.device = pick_device()
+
+    def record(self, event: Event) -> None:
+        if self.folder is None:
+            self.early.append(event)
+        else:
+            self.folder.record(event)
+
+    def new(self, *, dry_run: bool) -> Iterator[Event]:
+        """A run from the start."""
+        recipe = self.loaded.recipe
+        self._settle_machine()
+        yield from assemble.draw_sample(self.loaded)
+        parts = yield from self._parts(norm=None)
+        step = self._step(parts)
+        limits = assemble.limits_of(self.loaded)
+        finder = Finder(
+            step=step,
+            train_mode=parts.trainable.train_mode,
+            profile=parts.profile,
+            budget=parts.budget,
+            limits=limits,
+            raw_image=parts.raw_image,
+            eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
+            remedies=lambda answer: assemble.remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
+            stop=self.stop,
+        )
+        yield self._started(parts, batch=limits.batch or 0, resumed_from_epoch=None)
+        yield from self._autos()
+        yield from finder.find()
+        assert finder.found is not None
+        plan = finder.found.plan
+        self._settle_plan(plan)
+        settled = self._settle_training(parts, plan.batch)
+        yield from self._autos()
+        if dry_run:
+            yield Notice(level="info", text="dry run: nothing is trained")
+            return
+        need = 8 * sum(module_bytes(parts.trainable.model)) + 64 * 2**20  # model, optimizer, gradients' worth of room, twice
+        self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=need)
+        self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
+        self.folder.write_json("contract.json", parts.contract.to_json())
+        self.folder.write_json("plan.json", plan_json(parts, plan, finder.found.measured, finder.found.ladder))
+        for event in self.early:
+            self.folder.record(event)
+        yield from self._train(parts, step, plan, settled, finder.found.measured.counted_bytes)
+
+    def resumed(self) -> Iterator[Event]:
+        """The run in the folder goes on with its own plan."""
+        self.folder = RunDirectory.open(self.loaded.run_dir)
+        stored = self.folder.read_json("plan.json")
+        snapshot = load_snapshot(self.folder.snapshot)
+        if snapshot is None:
+            raise RunFolderError(f"{self.folder.root}: no whole snapshot to go on from; start anew: log.dir=NEW_FOLDER")
+        plan = CheckpointPlan.from_json(stored["checkpoint_plan"])
+        before = Contract.read(self.folder.contract)
+        self._settle_machine()
+        parts = yield from self._parts(norm=stored["norm"], before=before)
+        self._settle_plan(plan)
+        settled = self._settle_training(parts, plan.batch)
+        step = self._step(parts)
+        epoch = int(snapshot.state["progress"]["epoch"])
+        yield self._started(parts, batch=plan.batch, resumed_from_epoch=epoch)
+        yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])
+        yield from self._train(parts, step, plan, settled, stored["measured"]["counted_peak_bytes"], snapshot)
+
+    def _settle_machine(self) -> None:
+        recipe = self.loaded.recipe
+        if self.device.type == "cpu":
+            return_memory_to_system()
+        if recipe.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(recipe.train.seed)
+        self.resolution.set("train.strategy", "single", "started as one process")
+        if recipe.train.ema == "auto":
+            self.resolution.set("train.ema", False, "this release keeps no average")
+        if recipe.optim.loss == "auto":
+            self.resolution.set("optim.loss", "cross_entropy", "the task is classify")
+        if recipe.data.cache == "auto":
+            self.resolution.set("data.cache", "off", "this release decodes every time")
+
+    def _autos(self) -> Iterator[AutoResolved]:
+        """Tells each auto once."""
+        found = [entry for entry in self.resolution.entries if entry.origin == "auto"]
+        for entry in sorted(found, key=lambda entry: self._order(entry.key))[self.told :]:
+            yield AutoResolved(key=entry.key, value=_short(entry.value), reason=entry.why)
+        self.told = len(found)
+
+    def _order(self, key: str) -> int:
+        return list(self.resolution._found).index(key)
+
+    def _parts(self, *, norm: str | None, before: Contract | None = None) -> Iterator[Any]:
+        """Data, contract, model and costs; told as they come."""
+        loaded, recipe = self.loaded, self.loaded.recipe
+        datasets = assemble.read_datasets(loaded, self.resolution)
+        if before is not None and before.classes != datasets.classes:
+            raise RunFolderError(_class_difference(before.classes, datasets.classes, loaded.run_dir))
+        if before is None:
+            channels, scale = assemble.settle_pixels(loaded, self.resolution, datasets)
+        else:
+            channels, scale = before.channels, before.scale
+        backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
+        for note in backbone.notes:
+            yield Notice(level="info", text=note)
+        contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+        if before is None:
+            yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
+            report = assemble.check_data(loaded, datasets, contract)
+            self.stop.raise_if_requested("stopped while checking the data; nothing was trained")
+            for warning in report.warnings:
+                yield Notice(level="warning", text=str(warning))
+            if report.errors:
+                raise DataError(report.errors)
+        precision = assemble.settle_precision(loaded, self.resolution, self.device)
+        raw = assemble.raw_image(contract, datasets)
+        raw_bytes = math.prod(raw[0]) * raw[1].itemsize
+        wanted = recipe.model.norm if norm is None else norm
+        trainable = assemble.freeze_parts(loaded, self.resolution, backbone, self.device, norm="batch" if wanted == "auto" else wanted)
+        profile = assemble.trace(loaded, trainable, contract, precision, raw_bytes, self.device)
+        limit = budget(self.device, recipe.memory.budget, profile.weights + profile.buffers)
+        if recipe.memory.budget == "auto":
+            self.resolution.set("memory.budget", limit.total_bytes, limit.why)
+        if wanted == "auto":
+            trainable, profile = self._settle_norm(trainable, profile, limit, contract, precision, raw_bytes)
+        yield Notice(level="info", text=assemble.describe_model(trainable))
+        return _Parts(datasets, contract, trainable, profile, limit, precision, raw)
+
+    def _settle_norm(
+        self, trainable: assemble.Trainable, profile: MemoryProfile, limit: Budget, contract: Contract, precision: str, raw_bytes: int
+    ) -> tuple[assemble.Trainable, MemoryProfile]:
+        """Batch statistics, unless the micro-batch that fits is too small for them."""
+        if not assemble.has_batch_norm(trainable.model):
+            self.resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
+            return trainable, profile
+        setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes)
+        answer = Planner(profile, limit.total_bytes, setting, assemble.limits_of(self.loaded)).choose()
+        micro = answer.micro_batch
+        if isinstance(answer, NoPlan) or micro < assemble.SMALL_MICRO_BATCH:
+            least = assemble.SMALL_MICRO_BATCH
+            why = f"micro-batch {micro} is below {least}: statistics of so few images are noise; those of the weights are kept"
+            self.resolution.set("model.norm", "frozen", why)
+            trainable = assemble.freeze_parts(self.loaded, self.resolution, trainable.backbone, self.device, norm="frozen")
+            return trainable, assemble.trace(self.loaded, trainable, contract, precision, raw_bytes, self.device)
+        self.resolution.set("model.norm", "batch", f"micro-batch {micro} is large enough for batch statistics")
+        return trainable, profile
+
+    def _step(self, parts: _Parts) -> TrainStep:
+        recipe = self.loaded.recipe
+        channels_last = recipe.memory.channels_last
+        prepare = make_prepare(parts.contract, self.device, True if channels_last == "auto" else channels_last)
+        return TrainStep(
+            parts.trainable.model,
+            assemble.make_optimizer(self.loaded, parts.trainable.model, parts.trainable.layer_decay),
+            CrossEntropy(label_smoothing=recipe.optim.label_smoothing),
+            prepare=prepare,
+            device=self.device,
+            precision=parts.precision,  # type: ignore[arg-type]
+            clip_grad=recipe.optim.clip_grad,
+        )
+
+    def _started(self, parts: _Parts, *, batch: int, resumed_from_epoch: int | None) -> RunStarted:
+        recipe = self.loaded.recipe
+        return RunStarted(
+            run_name=self.loaded.run_dir.name,
+            run_dir=str(self.loaded.run_dir),
+            model=recipe.model.name,
+            image_size=parts.contract.image_size,
+            task=recipe.task,
+            classes=parts.contract.classes,
+            num_train=len(parts.datasets.train),
+            num_val=len(parts.datasets.val),
+            epochs=recipe.train.epochs,
+            batch=batch,
+            device=str(self.device),
+            budget_bytes=parts.budget.total_bytes,
+            capacity_bytes=parts.budget.capacity_bytes,
+            resumed_from_epoch=resumed_from_epoch,
+        )
+
+    def _settle_plan(self, plan: CheckpointPlan) -> None:
+        recipe, resolution = self.loaded.recipe, self.resolution
+        if recipe.memory.micro_batch == "auto":
+            resolution.set("memory.micro_batch", plan.micro_batch, plan.why)
+        if recipe.train.batch == "auto":
+            resolution.set("train.batch", plan.batch, "the largest that fits at once")
+        if recipe.train.eval_batch == "auto":
+            resolution.set("train.eval_batch", plan.eval_batch, "as many as do not raise the peak")
+
+    def _settle_training(self, parts: _Parts, batch: int) -> _Settled:
+        """Learning rate, metric and workers."""
+        recipe, resolution, model = self.loaded.recipe, self.resolution, parts.trainable.model
+        lr = recipe.optim.lr
+        if lr == "auto":
+            lr, why = auto_lr(
+                recipe.optim.name,
+                batch=batch,
+                pretrained=recipe.model.pretrained is not False,
+                adapt=recipe.model.adapt,
+                transformer=is_transformer(model),
+                layer_decay=parts.trainable.layer_decay,
+            )
+            resolution.set("optim.lr", lr, why)
+        metric = recipe.train.metric
+        if metric == "auto":
+            metric, why = auto_metric(list(parts.datasets.train.class_counts().values()))
+            resolution.set("train.metric", metric, why)
+        workers = recipe.data.workers
+        if workers == "auto":
+            micro_bytes = parts.profile.raw_image.slope * batch
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers, why = auto_workers(
+                cores, on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
+            )
+            resolution.set("data.workers", workers, why)
+        return _Settled(float(lr), metric, workers)
+
+    def _train(
+        self, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted_bytes: int, snapshot: Any = None
+    ) -> Iterator[Event]:
+        """Training itself, with the plan applied; then the best weights' evaluation and the report."""
+        recipe, folder = self.loaded.recipe, self.folder
+        assert folder is not None
+        data, samples = recipe.data, parts.datasets
+        size = parts.contract.image_size
+        try:
+            augment = make_augment(data.augment, image_size=size, in_chans=parts.contract.channels)
+        except RecipeError as error:
+            raise RecipeError([assemble.placed(self.loaded, problem) for problem in error.problems]) from None
+        on_gpu = self.device.type == "cuda"
+        preprocess = parts.contract.preprocess()
+        train_loader = TrainLoader(
+            samples.train.samples,
+            Pipeline(preprocess, augment),
+            max_pixels=data.max_pixels,
+            batch=plan.batch,
+            micro_batch=plan.micro_batch,
+            seed=recipe.train.seed,
+            workers=settled.workers,
+            bad_images=data.bad_images,
+            pin=on_gpu,
+        )
+        val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
+        steps = len(train_loader) * recipe.train.epochs
+        schedule = build_schedule(lr=settled.lr, schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
+        meter = PeakMeter(self.device)
+        meter.start()
+        trainer = Trainer(
+            step=step,
+            train_loader=train_loader,
+            val_loader=val_loader,
+            schedule=schedule,
+            train_mode=parts.trainable.train_mode,
+            limits=RunLimits(
+                epochs=recipe.train.epochs,
+                early_stop=recipe.train.early_stop.patience if recipe.train.early_stop else None,
+                max_time=recipe.train.max_time,
+                save_every=recipe.train.save_every,
+            ),
+            metric=settled.metric,
+            run_dir=folder.root,
+            stop=self.stop,
+            memory_bytes=meter.peak_bytes,
+            name_of=lambda index: str(samples.train.samples[index].path),
+            val_name_of=lambda index: str(samples.val.samples[index].path),
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            resume_command=self._command("fit", "--resume"),
+        )
+        if snapshot is not None:
+            trainer.restore(snapshot)
+        handle = apply_plan(step.model, plan)
+        try:
+            yield from self._events(trainer, handle, parts, step, plan, settled, counted_bytes)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFit(
+                f"Memory ran out in training, after the plan had run within {format_size(plan.budget_bytes)}: another process may have "
+                f"taken some. The last snapshot is whole; free memory and go on with: {self._command('fit', '--resume')}",
+                need_bytes=plan.predicted_peak_bytes,
+                budget_bytes=plan.budget_bytes,
+                largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+            ) from error
+        finally:
+            handle.remove()
+            train_loader.close()
+            val_loader.close()
+
+    def _events(
+        self, trainer: Trainer, handle: PlanHandle, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted: int
+    ) -> Iterator[Event]:
+        for event in trainer.fit():
+            if not isinstance(event, RunFinished):
+                yield event
+                continue
+            handle.remove()
+            test = yield from self._best(trainer, parts, step, plan, settled)
+            finished = replace(
+                event,
+                time=0.0,
+                test_metrics=test,
+                counted_peak_bytes=counted or None,
+                predicted_counted_bytes=plan.predicted_counted_bytes if counted else None,
+            )
+            if self.loaded.recipe.log.report:
+                yield from self._report(finished)
+            yield finished
+
+    def _best(self, trainer: Trainer, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled) -> Iterator[Any]:
+        """Evaluates the best weights on test, and writes every sample's result."""
+        folder = self.folder
+        assert folder is not None
+        if not folder.best_weights.is_file():
+            return {}
+        step.model.load_state_dict(load_file(folder.best_weights))
+        results = {"val": trainer.best_evaluation or self._evaluation(step, parts.datasets.val.samples, parts, plan, settled)}
+        if parts.datasets.test is not None:
+            results["test"] = self._evaluation(step, parts.datasets.test.samples, parts, plan, settled)
+            found = results["test"]
+            value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
+            yield Evaluated(
+                epoch=epoch,
+                split="test",
+                loss=found.loss,
+                metrics=dict(found.metrics),
+                metric=settled.metric,
+                value=value,
+                is_best=False,
+                best_value=value,
+                best_epoch=epoch,
+            )
+        folder.write_text("predictions.csv", _predictions_text(results, parts.contract.classes))
+        return dict(results["test"].metrics) if "test" in results else {}
+
+    def _evaluation(self, step: TrainStep, samples: Sequence[Any], parts: _Parts, plan: CheckpointPlan, settled: _Settled) -> Evaluation:
+        loader = self._eval_loader(samples, parts, plan, settled)
+        try:
+            return evaluate_split(step, loader, name_of=lambda index: str(samples[index].path))
+        finally:
+            loader.close()
+
+    def _eval_loader(self, samples: Sequence[Any], parts: _Parts, plan: CheckpointPlan, settled: _Settled) -> EvalLoader:
+        return EvalLoader(
+            samples,
+            parts.contract.preprocess(),
+            max_pixels=parts.contract.max_pixels,
+            batch=plan.eval_batch,
+            workers=settled.workers,
+            pin=self.device.type == "cuda",
+        )
+
+    def _report(self, finished: RunFinished) -> Iterator[Event]:
+        """The page; one that cannot be written is told, and the run is finished all the same."""
+        from hiresvis.ui.report import write_report
+
+        folder = self.folder
+        assert folder is not None
+        try:
+            path = write_report(folder.root)
+        except Exception as error:  # the report is a view: its faults must not end a finished run
+            yield Notice(level="warning", text=f"the report was not written ({error}); try: hiresvis report {folder.root}")
+            return
+        yield Notice(level="info", text=f"report: {path}")
+
+    def _command(self, name: str, *options: str) -> str:
+        return " ".join(["hiresvis", name, str(self.loaded.path), *self.loaded.overrides, *options])
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What training is made of."""
+
+    datasets: Datasets
+    contract: Contract
+    trainable: assemble.Trainable
+    profile: MemoryProfile
+    budget: Budget
+    precision: str
+    raw_image: tuple[tuple[int, int, int], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    lr: float
+    metric: str
+    workers: int
+
+
+def _class_difference(before: tuple[str, ...], now: tuple[str, ...], folder: Path) -> str:
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
+    what = "; ".join(part for part in (f"missing: {', '.join(gone)}" if gone else "", f"new: {', '.join(new)}" if new else "") if part)
+    return (
+        f"{folder}: the run knows the classes {', '.join(before)}, and the data now has {', '.join(now)} ({what or 'another order'}). "
+        "Resume with the run's own data, or start a new run."
+    )
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _predictions_text(results: Mapping[str, Evaluation], classes: tuple[str, ...]) -> str:
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["split", "path", "label", "predicted", "score", "loss"])
+    for split, found in results.items():
+        for row in found.rows:
+            writer.writerow([split, row.path, classes[row.label], classes[row.predicted], f"{row.score:.6f}", f"{row.loss:.6f}"])
+    return table.getvalue()
+
+
+def plan_json(parts: _Parts, plan: CheckpointPlan, measured: Any, ladder: Sequence[LadderRow]) -> dict[str, Any]:
+    """plan.json: the plan to apply again, and what people and the report want to know of it."""
+    return {
+        "version": PLAN_FORMAT,
+        "model": plan.model,
+        "image_size": plan.image_size,
+        "precision": plan.precision,
+        "batch": plan.batch,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "eval_batch": plan.eval_batch,
+        "norm": parts.trainable.norm,
+        "budget_bytes": plan.budget_bytes,
+        "capacity_bytes": parts.budget.capacity_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured": {
+            "resident_peak_bytes": measured.peak_bytes,
+            "counted_peak_bytes": measured.counted_bytes,
+            "predicted_counted_bytes": plan.predicted_counted_bytes,
+            "baseline_bytes": measured.base_bytes,
+        },
+        "recompute_fraction": plan.recompute_fraction,
+        "parts": dict(plan.parts),
+        "stages": plan.stages,
+        "units": unit_rows(parts.profile, plan),
+        "ladder": [to_json(row) for row in ladder],
+        "why": plan.why,
+        "checkpoint_plan": plan.to_json(),
+    }
+
+
+def unit_rows(profile: MemoryProfile, plan: CheckpointPlan) -> list[dict[str, Any]]:
+    """One row per unit: what it would keep when stored, and what it keeps under the plan, at the plan's micro-batch."""
+    rows = []
+    for number, segment in enumerate(plan.segments):
+        for index in range(segment.start, segment.end):
+            unit = profile.units[index]
+            saved = unit.interior.at(plan.micro_batch) + profile.boundary_bytes(unit.saves, plan.micro_batch)
+            opener = unit.input.at(plan.micro_batch) if index == segment.start else 0
+            rows.append(
+                {
+                    "name": unit.name,
+                    "stage": unit.stage,
+                    "kind": unit.kind,
+                    "decision": segment.tier,
+                    "segment": None if segment.tier == "store" else number,
+                    "saved_bytes": saved,
+                    "kept_bytes": saved if segment.tier == "store" else opener,
+                    "flops": unit.flops.slope * plan.micro_batch,
+                }
+            )
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What `hiresvis plan` prints."""
+
+    profile: MemoryProfile
+    plan: CheckpointPlan
+    ladder: tuple[LadderRow, ...]
+    stored_peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the plan, the ladder, the units."""
+        return {
+            **{key: value for key, value in self.plan.to_json().items() if key not in ("segments", "unit_modules")},
+            "stored_peak_bytes": self.stored_peak_bytes,
+            "ladder": [to_json(row) for row in self.ladder],
+            "units": unit_rows(self.profile, self.plan),
+            "checkpoint_plan": self.plan.to_json(),
+        }
+
+    def lines(self) -> list[str]:
+        """Text for a terminal."""
+        plan = self.plan
+        height, width = plan.image_size
+        lines = [
+            f"{plan.model} at {height}x{width} px, {plan.precision}, budget {format_size(plan.budget_bytes)}",
+            "",
+            f"{'spacing':<9} {'micro-batch':>11} {'predicted peak':>15} {'recompute':>10}  verdict",
+        ]
+        for row in self.ladder:
+            micro = str(row.micro_batch) if row.micro_batch else "-"
+            peak = format_size(row.predicted_peak_bytes)
+            lines.append(f"{row.spacing:<9} {micro:>11} {peak:>15} {row.recompute_fraction:>10.1%}  {row.verdict}")
+        lines += ["", f"micro-batch {plan.micro_batch} x {plan.accumulation} = batch {plan.batch}: {plan.why}"]
+        lines += [f"  {stage}" for stage in plan.stages]
+        lines += [f"  without recompute micro-batch {plan.micro_batch} needs {format_size(self.stored_peak_bytes)}"]
+        lines += ["", f"predicted peak {format_size(plan.predicted_peak_bytes)} of {format_size(plan.budget_bytes)}"]
+        for name, size in plan.parts.items():
+            if size:
+                lines.append(f"  {name:<10} {format_size(size):>10}  {'#' * max(1, round(40 * size / plan.predicted_peak_bytes))}")
+        return lines
+
+
+def plan(loaded: LoadedRecipe, *, budget: str | None = None) -> PlanReport:
+    """Predicts and plans, on fake tensors: no pixels are read where the recipe gives channels, nothing is run.
+
+    Raises:
+        DoesNotFit: no allowed plan fits.
+    """
+    del budget  # the command folds it into the recipe
+    resolution, device = Resolution(loaded), pick_device()
+    classes, channels = _classes_and_channels(loaded, resolution)
+    backbone = assemble.build_model(loaded, num_classes=len(classes), channels=channels, pretrained=False)
+    contract = assemble.make_contract(loaded, classes, channels, assemble.eight_bit(), backbone)
+    precision = assemble.settle_precision(loaded, resolution, device)
+    raw_bytes = math.prod(contract.image_size) * channels
+    run = _Run(loaded, StopRequest())
+    norm = loaded.recipe.model.norm
+    trainable = assemble.freeze_parts(loaded, resolution, backbone, device, norm="batch" if norm == "auto" else norm)
+    profile = assemble.trace(loaded, trainable, contract, precision, raw_bytes, device)
+    limit = _budget_of(loaded, device, profile)
+    if norm == "auto":
+        trainable, profile = run._settle_norm(trainable, profile, limit, contract, precision, raw_bytes)
+    limits = assemble.limits_of(loaded)
+    eval_batch = loaded.recipe.train.eval_batch
+    setting = StepSetting(accumulates=False, eval_batch=1 if eval_batch == "auto" else eval_batch, baseline_bytes=limit.baseline_bytes)
+    planner = Planner(profile, limit.total_bytes, setting, limits)
+    candidate = planner.choose()
+    if isinstance(candidate, NoPlan):
+        raise refusal(profile, candidate, limits, assemble.remedies(loaded, profile, backbone.stride, candidate))
+    if eval_batch == "auto":
+        planner = with_eval_batch(planner, candidate)
+    chosen = planner.plan(planner.score(candidate.segments, candidate.micro_batch), explain(planner, candidate))
+    stored = planner.score(store_all(profile), candidate.micro_batch).peak.total_bytes
+    return PlanReport(profile, chosen, ladder_rows(planner, planner.ladder(), candidate), stored)
+
+
+def _budget_of(loaded: LoadedRecipe, device: torch.device, profile: MemoryProfile) -> Budget:
+    return budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers)
+
+
+def _classes_and_channels(loaded: LoadedRecipe, resolution: Resolution) -> tuple[tuple[str, ...], int]:
+    """From the data where it is there; else two classes and three channels, for the head hardly counts."""
+    try:
+        datasets = assemble.read_datasets(loaded, resolution)
+        channels, _ = assemble.settle_pixels(loaded, resolution, datasets)
+    except DataError:
+        given = loaded.recipe.data.classes
+        channels = loaded.recipe.data.channels
+        return ("a", "b") if given == "auto" else given, 3 if channels == "auto" else channels
+    return datasets.classes, channels
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `hiresvis check` prints."""
+
+    errors: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    details: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **self.details,
+            "errors": [asdict(problem) for problem in self.errors],
+            "warnings": [asdict(problem) for problem in self.warnings],
+        }
+
+    def lines(self) -> list[str]:
+        """Text for a terminal: errors, warnings, then what was found per split."""
+        lines = [f"error    {problem}" for problem in self.errors]
+        lines += [f"warning  {problem}" for problem in self.warnings]
+        for name, counts in self.details.get("splits", {}).items():
+            lines.append(f"{name}: " + ", ".join(f"{key} {_short_counts(value)}" for key, value in counts.items() if value))
+        return [*lines, f"{len(self.errors)} errors, {len(self.warnings)} warnings"]
+
+
+def _short_counts(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}:{_short_counts(count)}" for key, count in value.items())
+    return " to ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
+    """Recipe, whole data set decoded once, model built: every finding at once."""
+    resolution = Resolution(loaded)
+    for _ in assemble.draw_sample(loaded):
+        pass
+    errors: list[Problem] = []
+    try:
+        datasets = assemble.read_datasets(loaded, resolution)
+        channels, scale = assemble.settle_pixels(loaded, resolution, datasets)
+    except DataError as error:
+        return CheckReport(error.problems, (), {})
+    try:
+        backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
+        assemble.freeze_parts(loaded, resolution, backbone, torch.device("cpu"), norm="batch")
+    except RecipeError as error:
+        errors.extend(error.problems)
+        backbone = None
+    if backbone is None:
+        return CheckReport(tuple(errors), datasets.findings, {})
+    contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+    report = assemble.check_data(loaded, datasets, contract, fast=fast)
+    details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings")}
+    return CheckReport((*errors, *report.errors), report.warnings, details)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A finished run, ready to predict."""
+
+    loaded: LoadedRecipe
+    contract: Contract
+    step: TrainStep
+    eval_batch: int
+
+
+def _open_run(folder: Path) -> _Trained:
+    """The best weights of a run in its own model, with its own preprocessing.
+
+    Raises:
+        RunFolderError: no run, or one without weights.
+    """
+    run = RunDirectory.open(folder)
+    contract = Contract.read(run.contract)
+    loaded = load_recipe(run.resolved)
+    stored = run.read_json("plan.json")
+    if not run.best_weights.is_file():
+        raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
+    device = pick_device()
+    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, pretrained=False)
+    backbone.model.load_state_dict(load_file(run.best_weights))
+    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, device, norm=stored["norm"])
+    channels_last = bool(loaded.recipe.memory.channels_last)
+    step = TrainStep(
+        trainable.model,
+        assemble.make_optimizer(loaded, trainable.model, trainable.layer_decay),
+        CrossEntropy(),
+        prepare=make_prepare(contract, device, channels_last),
+        device=device,
+        precision=stored["precision"],
+    )
+    return _Trained(loaded, contract, step, int(stored["eval_batch"]))
+
+
+def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
+    """Metrics of the best weights: of val and test, or of other labelled data.
+
+    Raises:
+        RunFolderError, DataError: the run or the data cannot be used.
+    """
+    trained = _open_run(run)
+    contract = trained.contract
+    if data is not None:
+        splits = {"data": load_dataset(data, classes=contract.classes)}
+    else:
+        found = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
+        splits = {name: split for name, split in found.splits().items() if name != "train"}
+    results: dict[str, Any] = {}
+    for name, split in splits.items():
+        loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
+        found_split = evaluate_split(trained.step, loader, name_of=lambda index, split=split: str(split.samples[index].path))
+        results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
+        release()
+    return results
+
+
+def predict(run: Path, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Class names and scores of files and folders.
+
+    Yields:
+        path, label, score, and scores by class name.
+    """
+    trained = _open_run(run)
+    contract = trained.contract
+    samples = load_unlabelled(paths).samples
+    loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
+    trained.step.model.eval()
+    for item in loader:
+        scores = trained.step.predict(item.images).softmax(dim=1).cpu()
+        for index, row in zip(item.indices, scores.tolist(), strict=True):
+            best = max(range(len(row)), key=row.__getitem__)
+            yield {
+                "path": str(samples[index].path),
+                "label": contract.classes[best],
+                "score": row[best],
+                "scores": dict(zip(contract.classes, row, strict=True)),
+            }
