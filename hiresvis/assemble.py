@@ -14,25 +14,21 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
-from hiresvis.backbone.trace import trace_costs
 from hiresvis.data.check import DataReport, check_datasets
-from hiresvis.data.contract import Contract, statistics_for
+from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.decode import decode
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets, load_datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
 from hiresvis.data.transforms import Scale
-from hiresvis.device import block_bytes
 from hiresvis.errors import DataError, Problem, RecipeError
-from hiresvis.memory.costs import MemoryProfile
-from hiresvis.memory.plan import NoPlan
-from hiresvis.memory.search import Limits
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import Event, Notice
 from hiresvis.train.finder import device_model
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
+from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer
-from hiresvis.units import format_size
+from hiresvis.train.step import TrainStep
 
 SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
 CACHE_FOLDER = "HIRESVIS_CACHE"
@@ -91,11 +87,6 @@ def settle_pixels(loaded: LoadedRecipe, resolution: Resolution, datasets: Datase
     if data.scale == "auto":
         resolution.set("data.scale", (scale.low, scale.high) if scale.kind == "range" else "dtype", why)
     return channels, scale
-
-
-def eight_bit() -> Scale:
-    """The number range of 8-bit images, where no pixels are read."""
-    return Scale()
 
 
 def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int, scale: Scale, backbone: Backbone) -> Contract:
@@ -236,81 +227,23 @@ def make_optimizer(loaded: LoadedRecipe, model: nn.Module, layer_decay: float | 
     return build_optimizer(model, name=optim.name, lr=1e-3, weight_decay=optim.weight_decay, layer_decay=layer_decay)
 
 
-def trace(
-    loaded: LoadedRecipe, trainable: Trainable, contract: Contract, precision: str, raw_bytes: int, device: torch.device
-) -> MemoryProfile:
-    """What the model costs, unit by unit.
-
-    Raises:
-        RecipeError: the model is no chain.
-    """
-    recipe = loaded.recipe
-    trainable.train_mode()
-    channels_last = recipe.memory.channels_last
-    try:
-        _, profile = trace_costs(
-            trainable.model,
-            name=recipe.model.name,
-            image_size=contract.image_size,
-            in_chans=contract.channels,
-            num_classes=len(contract.classes),
-            precision=precision,
-            channels_last=True if channels_last == "auto" else channels_last,
-            block=block_bytes(device),
-            raw_image_bytes=raw_bytes,
-            make_optimizer=lambda model: make_optimizer(loaded, model, trainable.layer_decay),
-            optimizer_name=recipe.optim.name,
-            clip_grad=recipe.optim.clip_grad,
-        )
-    except ValueError as error:
-        raise RecipeError([loaded.problem("model.name", str(error))]) from error
-    return profile
-
-
-def limits_of(loaded: LoadedRecipe) -> Limits:
-    """What the recipe asks of the search."""
-    memory, train = loaded.recipe.memory, loaded.recipe.train
-    return Limits(
-        batch=None if train.batch == "auto" else train.batch,
-        micro_batch=None if memory.micro_batch == "auto" else memory.micro_batch,
-        spacing=memory.spacing,
-        goal=memory.goal,
-    )
-
-
-def remedies(loaded: LoadedRecipe, profile: MemoryProfile, stride: int, answer: NoPlan) -> tuple[str, ...]:
-    """What would help when nothing fits, with the estimated need: a smaller image, half precision, frozen stages, more memory.
-
-    Activations follow the number of pixels (attention maps are never stored); weights, gradients and optimizer do not.
-    """
-    fixed = sum(answer.parts[name] for name in ("baseline", "weights", "optimizer", "gradients", "reserve"))
-    moving = answer.need_bytes - fixed
-    found = []
-    height, width = profile.image_size
-    for share in range(95, 5, -5):
-        size = (max(stride, int(height * share / 100) // stride * stride), max(stride, int(width * share / 100) // stride * stride))
-        need = fixed + moving * size[0] * size[1] // (height * width)
-        if need <= answer.budget_bytes * 0.97:
-            text = f"{size[0]}" if size[0] == size[1] else f"[{size[0]}, {size[1]}]"
-            found.append(f"model.image_size {text} (about {format_size(need)})")
-            break
-    if profile.precision == "fp32" and fixed + moving // 2 < answer.budget_bytes:
-        found.append(f"memory.precision bf16 (about {format_size(fixed + moving // 2)})")
-    if loaded.recipe.model.freeze == "none" and is_pyramid(profile):
-        found.append("model.freeze 2: frozen stages keep nothing")
-    found.append(f"memory.budget {format_size(answer.need_bytes)} or more")
-    return tuple(found)
-
-
-def is_pyramid(profile: MemoryProfile) -> bool:
-    """Whether the first stages hold the largest activations."""
-    units = [unit for unit in profile.units if unit.recomputable]
-    return units[0].output.slope > 4 * units[-2].output.slope
-
-
 def describe_model(trainable: Trainable) -> str:
     """One line for people: parameters in all and trained."""
     total = sum(parameter.numel() for parameter in trainable.model.parameters())
     trained = sum(parameter.numel() for parameter in trainable.model.parameters() if parameter.requires_grad)
     kind = "transformer" if is_transformer(trainable.model) else "network"
     return f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
+
+
+def make_step(loaded: LoadedRecipe, trainable: Trainable, contract: Contract, precision: str, device: torch.device) -> TrainStep:
+    """The training step of the recipe."""
+    optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
+    return TrainStep(
+        trainable.model,
+        make_optimizer(loaded, trainable.model, trainable.layer_decay),
+        CrossEntropy(label_smoothing=optim.label_smoothing),
+        prepare=make_prepare(contract, device, True if isinstance(channels_last, str) else channels_last),
+        device=device,
+        precision=precision,  # type: ignore[arg-type]
+        clip_grad=optim.clip_grad,
+    )

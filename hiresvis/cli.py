@@ -102,9 +102,9 @@ def plan(
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, [*(overrides or ()), *([f"memory.budget={budget}"] if budget else [])])
-        from hiresvis.fit import plan as run_plan
+        from hiresvis.planning import plan as run_plan
 
-        _print_report(run_plan(loaded, budget=None), as_json)
+        _print_report(run_plan(loaded), as_json)
 
 
 @app.command()
@@ -120,7 +120,7 @@ def check(
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
-        from hiresvis.fit import check as run_check
+        from hiresvis.checking import check as run_check
 
         report = run_check(loaded, fast=fast)
         _print_report(report, as_json)
@@ -137,7 +137,7 @@ def evaluate(
 ) -> None:
     """Metrics of the best weights, with the run's own preprocessing."""
     with _ending():
-        from hiresvis.fit import evaluate as run_evaluate
+        from hiresvis.inference import evaluate as run_evaluate
 
         found = run_evaluate(run, data=data)
         if as_json:
@@ -155,7 +155,7 @@ def predict(
 ) -> None:
     """Class names and scores of each image, as CSV."""
     with _ending():
-        from hiresvis.fit import predict as run_predict
+        from hiresvis.inference import predict as run_predict
 
         rows = run_predict(run, paths)
         if out is None:

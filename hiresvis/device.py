@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,12 +271,12 @@ class StorageCounter(TorchDispatchMode):
         self._next += 1
         self._numbers[storage] = number
         self.sizes[number] = size
-        self._alive[number] = weakref.ref(storage, lambda _, number=number, size=size: self._forget(number, size))
+        self._alive[number] = weakref.ref(storage, partial(self._forget, number, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.created(number)
 
-    def _forget(self, number: int, size: int) -> None:
+    def _forget(self, number: int, size: int, _: object) -> None:
         self._alive.pop(number, None)
         self.live_bytes -= size
 

@@ -1,6 +1,6 @@
-"""The commands' work, composed: fit, plan, check, evaluate, predict.
+"""`hiresvis fit`: everything composed into one stream of events.
 
-`fit` is a stream of events: recipe and data are checked, the model is built and traced, the batch found on the device,
+Recipe and data are checked, the model is built and traced, the batch found on the device,
 the model trained, the best weights evaluated, the report written. Every event is recorded in the run folder before the
 caller sees it, so a view that fails can lose nothing.
 """
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +21,29 @@ from safetensors.torch import load_file
 
 from hiresvis import assemble
 from hiresvis.backbone.segments import PlanHandle, apply_plan
-from hiresvis.data.contract import Contract, make_prepare
+from hiresvis.data.contract import Contract
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, shared_memory_free_bytes
-from hiresvis.data.sources import Datasets, load_dataset, load_unlabelled
+from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Pipeline, make_augment
-from hiresvis.device import Budget, PeakMeter, budget, is_out_of_memory, module_bytes, pick_device, release, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, Problem, RecipeError, RunFolderError
-from hiresvis.memory.costs import MemoryProfile
-from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.plan import CheckpointPlan, NoPlan, store_all
-from hiresvis.memory.search import Planner
-from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
+from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
+from hiresvis.errors import DataError, DoesNotFit, RecipeError, RunFolderError
+from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.planning import Parts, limits_of, make_parts, plan_json, remedies
+from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
-from hiresvis.run.events import AutoResolved, Evaluated, Event, LadderRow, Notice, RunFinished, RunStarted, to_json
+from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunStarted
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.evaluate import evaluate as evaluate_split
-from hiresvis.train.finder import Finder, explain, ladder_rows, plan_chosen, refusal, with_eval_batch
-from hiresvis.train.losses import CrossEntropy
+from hiresvis.train.finder import Finder, plan_chosen
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import auto_lr, build_schedule, is_transformer
 from hiresvis.train.progress import Limits as RunLimits
-from hiresvis.train.snapshot import load_snapshot
+from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
-from hiresvis.units import format_size
-
-PLAN_FORMAT = 1
+from hiresvis.units import MIB, format_size
 
 
 def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) -> Iterator[Event]:
@@ -104,8 +98,8 @@ class _Run:
         self._settle_machine()
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
-        step = self._step(parts)
-        limits = assemble.limits_of(self.loaded)
+        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+        limits = limits_of(self.loaded)
         finder = Finder(
             step=step,
             train_mode=parts.trainable.train_mode,
@@ -114,7 +108,7 @@ class _Run:
             limits=limits,
             raw_image=parts.raw_image,
             eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
-            remedies=lambda answer: assemble.remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
+            remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
             stop=self.stop,
         )
         yield self._started(parts, batch=limits.batch or 0, resumed_from_epoch=None)
@@ -128,7 +122,7 @@ class _Run:
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
             return
-        need = 8 * sum(module_bytes(parts.trainable.model)) + 64 * 2**20  # model, optimizer, gradients' worth of room, twice
+        need = 8 * (parts.profile.weights + parts.profile.buffers) + 64 * MIB  # two snapshots with optimizer state, two files of weights
         self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=need)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
@@ -150,7 +144,7 @@ class _Run:
         parts = yield from self._parts(norm=stored["norm"], before=before)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan.batch)
-        step = self._step(parts)
+        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
         epoch = int(snapshot.state["progress"]["epoch"])
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epoch)
         yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])
@@ -182,9 +176,9 @@ class _Run:
     def _order(self, key: str) -> int:
         return list(self.resolution._found).index(key)
 
-    def _parts(self, *, norm: str | None, before: Contract | None = None) -> Iterator[Any]:
+    def _parts(self, *, norm: str | None, before: Contract | None = None) -> Generator[Event, None, Parts]:
         """Data, contract, model and costs; told as they come."""
-        loaded, recipe = self.loaded, self.loaded.recipe
+        loaded = self.loaded
         datasets = assemble.read_datasets(loaded, self.resolution)
         if before is not None and before.classes != datasets.classes:
             raise RunFolderError(_class_difference(before.classes, datasets.classes, loaded.run_dir))
@@ -204,54 +198,11 @@ class _Run:
                 yield Notice(level="warning", text=str(warning))
             if report.errors:
                 raise DataError(report.errors)
-        precision = assemble.settle_precision(loaded, self.resolution, self.device)
-        raw = assemble.raw_image(contract, datasets)
-        raw_bytes = math.prod(raw[0]) * raw[1].itemsize
-        wanted = recipe.model.norm if norm is None else norm
-        trainable = assemble.freeze_parts(loaded, self.resolution, backbone, self.device, norm="batch" if wanted == "auto" else wanted)
-        profile = assemble.trace(loaded, trainable, contract, precision, raw_bytes, self.device)
-        limit = budget(self.device, recipe.memory.budget, profile.weights + profile.buffers)
-        if recipe.memory.budget == "auto":
-            self.resolution.set("memory.budget", limit.total_bytes, limit.why)
-        if wanted == "auto":
-            trainable, profile = self._settle_norm(trainable, profile, limit, contract, precision, raw_bytes)
-        yield Notice(level="info", text=assemble.describe_model(trainable))
-        return _Parts(datasets, contract, trainable, profile, limit, precision, raw)
+        parts = make_parts(loaded, self.resolution, datasets, contract, backbone, self.device, norm=norm)
+        yield Notice(level="info", text=assemble.describe_model(parts.trainable))
+        return parts
 
-    def _settle_norm(
-        self, trainable: assemble.Trainable, profile: MemoryProfile, limit: Budget, contract: Contract, precision: str, raw_bytes: int
-    ) -> tuple[assemble.Trainable, MemoryProfile]:
-        """Batch statistics, unless the micro-batch that fits is too small for them."""
-        if not assemble.has_batch_norm(trainable.model):
-            self.resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
-            return trainable, profile
-        setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes)
-        answer = Planner(profile, limit.total_bytes, setting, assemble.limits_of(self.loaded)).choose()
-        micro = answer.micro_batch
-        if isinstance(answer, NoPlan) or micro < assemble.SMALL_MICRO_BATCH:
-            least = assemble.SMALL_MICRO_BATCH
-            why = f"micro-batch {micro} is below {least}: statistics of so few images are noise; those of the weights are kept"
-            self.resolution.set("model.norm", "frozen", why)
-            trainable = assemble.freeze_parts(self.loaded, self.resolution, trainable.backbone, self.device, norm="frozen")
-            return trainable, assemble.trace(self.loaded, trainable, contract, precision, raw_bytes, self.device)
-        self.resolution.set("model.norm", "batch", f"micro-batch {micro} is large enough for batch statistics")
-        return trainable, profile
-
-    def _step(self, parts: _Parts) -> TrainStep:
-        recipe = self.loaded.recipe
-        channels_last = recipe.memory.channels_last
-        prepare = make_prepare(parts.contract, self.device, True if channels_last == "auto" else channels_last)
-        return TrainStep(
-            parts.trainable.model,
-            assemble.make_optimizer(self.loaded, parts.trainable.model, parts.trainable.layer_decay),
-            CrossEntropy(label_smoothing=recipe.optim.label_smoothing),
-            prepare=prepare,
-            device=self.device,
-            precision=parts.precision,  # type: ignore[arg-type]
-            clip_grad=recipe.optim.clip_grad,
-        )
-
-    def _started(self, parts: _Parts, *, batch: int, resumed_from_epoch: int | None) -> RunStarted:
+    def _started(self, parts: Parts, *, batch: int, resumed_from_epoch: int | None) -> RunStarted:
         recipe = self.loaded.recipe
         return RunStarted(
             run_name=self.loaded.run_dir.name,
@@ -279,7 +230,7 @@ class _Run:
         if recipe.train.eval_batch == "auto":
             resolution.set("train.eval_batch", plan.eval_batch, "as many as do not raise the peak")
 
-    def _settle_training(self, parts: _Parts, batch: int) -> _Settled:
+    def _settle_training(self, parts: Parts, batch: int) -> _Settled:
         """Learning rate, metric and workers."""
         recipe, resolution, model = self.loaded.recipe, self.resolution, parts.trainable.model
         lr = recipe.optim.lr
@@ -308,7 +259,7 @@ class _Run:
         return _Settled(float(lr), metric, workers)
 
     def _train(
-        self, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted_bytes: int, snapshot: Any = None
+        self, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted_bytes: int, snapshot: Snapshot | None = None
     ) -> Iterator[Event]:
         """Training itself, with the plan applied; then the best weights' evaluation and the report."""
         recipe, folder = self.loaded.recipe, self.folder
@@ -379,7 +330,7 @@ class _Run:
             val_loader.close()
 
     def _events(
-        self, trainer: Trainer, handle: PlanHandle, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted: int
+        self, trainer: Trainer, handle: PlanHandle, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted: int
     ) -> Iterator[Event]:
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
@@ -398,7 +349,9 @@ class _Run:
                 yield from self._report(finished)
             yield finished
 
-    def _best(self, trainer: Trainer, parts: _Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled) -> Iterator[Any]:
+    def _best(
+        self, trainer: Trainer, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled
+    ) -> Generator[Event, None, dict[str, float]]:
         """Evaluates the best weights on test, and writes every sample's result."""
         folder = self.folder
         assert folder is not None
@@ -424,14 +377,14 @@ class _Run:
         folder.write_text("predictions.csv", _predictions_text(results, parts.contract.classes))
         return dict(results["test"].metrics) if "test" in results else {}
 
-    def _evaluation(self, step: TrainStep, samples: Sequence[Any], parts: _Parts, plan: CheckpointPlan, settled: _Settled) -> Evaluation:
+    def _evaluation(self, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled) -> Evaluation:
         loader = self._eval_loader(samples, parts, plan, settled)
         try:
             return evaluate_split(step, loader, name_of=lambda index: str(samples[index].path))
         finally:
             loader.close()
 
-    def _eval_loader(self, samples: Sequence[Any], parts: _Parts, plan: CheckpointPlan, settled: _Settled) -> EvalLoader:
+    def _eval_loader(self, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled) -> EvalLoader:
         return EvalLoader(
             samples,
             parts.contract.preprocess(),
@@ -456,19 +409,6 @@ class _Run:
 
     def _command(self, name: str, *options: str) -> str:
         return " ".join(["hiresvis", name, str(self.loaded.path), *self.loaded.overrides, *options])
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What training is made of."""
-
-    datasets: Datasets
-    contract: Contract
-    trainable: assemble.Trainable
-    profile: MemoryProfile
-    budget: Budget
-    precision: str
-    raw_image: tuple[tuple[int, int, int], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,288 +441,3 @@ def _predictions_text(results: Mapping[str, Evaluation], classes: tuple[str, ...
         for row in found.rows:
             writer.writerow([split, row.path, classes[row.label], classes[row.predicted], f"{row.score:.6f}", f"{row.loss:.6f}"])
     return table.getvalue()
-
-
-def plan_json(parts: _Parts, plan: CheckpointPlan, measured: Any, ladder: Sequence[LadderRow]) -> dict[str, Any]:
-    """plan.json: the plan to apply again, and what people and the report want to know of it."""
-    return {
-        "version": PLAN_FORMAT,
-        "model": plan.model,
-        "image_size": plan.image_size,
-        "precision": plan.precision,
-        "batch": plan.batch,
-        "micro_batch": plan.micro_batch,
-        "accumulation": plan.accumulation,
-        "eval_batch": plan.eval_batch,
-        "norm": parts.trainable.norm,
-        "budget_bytes": plan.budget_bytes,
-        "capacity_bytes": parts.budget.capacity_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "measured": {
-            "resident_peak_bytes": measured.peak_bytes,
-            "counted_peak_bytes": measured.counted_bytes,
-            "predicted_counted_bytes": plan.predicted_counted_bytes,
-            "baseline_bytes": measured.base_bytes,
-        },
-        "recompute_fraction": plan.recompute_fraction,
-        "parts": dict(plan.parts),
-        "stages": plan.stages,
-        "units": unit_rows(parts.profile, plan),
-        "ladder": [to_json(row) for row in ladder],
-        "why": plan.why,
-        "checkpoint_plan": plan.to_json(),
-    }
-
-
-def unit_rows(profile: MemoryProfile, plan: CheckpointPlan) -> list[dict[str, Any]]:
-    """One row per unit: what it would keep when stored, and what it keeps under the plan, at the plan's micro-batch."""
-    rows = []
-    for number, segment in enumerate(plan.segments):
-        for index in range(segment.start, segment.end):
-            unit = profile.units[index]
-            saved = unit.interior.at(plan.micro_batch) + profile.boundary_bytes(unit.saves, plan.micro_batch)
-            opener = unit.input.at(plan.micro_batch) if index == segment.start else 0
-            rows.append(
-                {
-                    "name": unit.name,
-                    "stage": unit.stage,
-                    "kind": unit.kind,
-                    "decision": segment.tier,
-                    "segment": None if segment.tier == "store" else number,
-                    "saved_bytes": saved,
-                    "kept_bytes": saved if segment.tier == "store" else opener,
-                    "flops": unit.flops.slope * plan.micro_batch,
-                }
-            )
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """What `hiresvis plan` prints."""
-
-    profile: MemoryProfile
-    plan: CheckpointPlan
-    ladder: tuple[LadderRow, ...]
-    stored_peak_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values: the plan, the ladder, the units."""
-        return {
-            **{key: value for key, value in self.plan.to_json().items() if key not in ("segments", "unit_modules")},
-            "stored_peak_bytes": self.stored_peak_bytes,
-            "ladder": [to_json(row) for row in self.ladder],
-            "units": unit_rows(self.profile, self.plan),
-            "checkpoint_plan": self.plan.to_json(),
-        }
-
-    def lines(self) -> list[str]:
-        """Text for a terminal."""
-        plan = self.plan
-        height, width = plan.image_size
-        lines = [
-            f"{plan.model} at {height}x{width} px, {plan.precision}, budget {format_size(plan.budget_bytes)}",
-            "",
-            f"{'spacing':<9} {'micro-batch':>11} {'predicted peak':>15} {'recompute':>10}  verdict",
-        ]
-        for row in self.ladder:
-            micro = str(row.micro_batch) if row.micro_batch else "-"
-            peak = format_size(row.predicted_peak_bytes)
-            lines.append(f"{row.spacing:<9} {micro:>11} {peak:>15} {row.recompute_fraction:>10.1%}  {row.verdict}")
-        lines += ["", f"micro-batch {plan.micro_batch} x {plan.accumulation} = batch {plan.batch}: {plan.why}"]
-        lines += [f"  {stage}" for stage in plan.stages]
-        lines += [f"  without recompute micro-batch {plan.micro_batch} needs {format_size(self.stored_peak_bytes)}"]
-        lines += ["", f"predicted peak {format_size(plan.predicted_peak_bytes)} of {format_size(plan.budget_bytes)}"]
-        for name, size in plan.parts.items():
-            if size:
-                lines.append(f"  {name:<10} {format_size(size):>10}  {'#' * max(1, round(40 * size / plan.predicted_peak_bytes))}")
-        return lines
-
-
-def plan(loaded: LoadedRecipe, *, budget: str | None = None) -> PlanReport:
-    """Predicts and plans, on fake tensors: no pixels are read where the recipe gives channels, nothing is run.
-
-    Raises:
-        DoesNotFit: no allowed plan fits.
-    """
-    del budget  # the command folds it into the recipe
-    resolution, device = Resolution(loaded), pick_device()
-    classes, channels = _classes_and_channels(loaded, resolution)
-    backbone = assemble.build_model(loaded, num_classes=len(classes), channels=channels, pretrained=False)
-    contract = assemble.make_contract(loaded, classes, channels, assemble.eight_bit(), backbone)
-    precision = assemble.settle_precision(loaded, resolution, device)
-    raw_bytes = math.prod(contract.image_size) * channels
-    run = _Run(loaded, StopRequest())
-    norm = loaded.recipe.model.norm
-    trainable = assemble.freeze_parts(loaded, resolution, backbone, device, norm="batch" if norm == "auto" else norm)
-    profile = assemble.trace(loaded, trainable, contract, precision, raw_bytes, device)
-    limit = _budget_of(loaded, device, profile)
-    if norm == "auto":
-        trainable, profile = run._settle_norm(trainable, profile, limit, contract, precision, raw_bytes)
-    limits = assemble.limits_of(loaded)
-    eval_batch = loaded.recipe.train.eval_batch
-    setting = StepSetting(accumulates=False, eval_batch=1 if eval_batch == "auto" else eval_batch, baseline_bytes=limit.baseline_bytes)
-    planner = Planner(profile, limit.total_bytes, setting, limits)
-    candidate = planner.choose()
-    if isinstance(candidate, NoPlan):
-        raise refusal(profile, candidate, limits, assemble.remedies(loaded, profile, backbone.stride, candidate))
-    if eval_batch == "auto":
-        planner = with_eval_batch(planner, candidate)
-    chosen = planner.plan(planner.score(candidate.segments, candidate.micro_batch), explain(planner, candidate))
-    stored = planner.score(store_all(profile), candidate.micro_batch).peak.total_bytes
-    return PlanReport(profile, chosen, ladder_rows(planner, planner.ladder(), candidate), stored)
-
-
-def _budget_of(loaded: LoadedRecipe, device: torch.device, profile: MemoryProfile) -> Budget:
-    return budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers)
-
-
-def _classes_and_channels(loaded: LoadedRecipe, resolution: Resolution) -> tuple[tuple[str, ...], int]:
-    """From the data where it is there; else two classes and three channels, for the head hardly counts."""
-    try:
-        datasets = assemble.read_datasets(loaded, resolution)
-        channels, _ = assemble.settle_pixels(loaded, resolution, datasets)
-    except DataError:
-        given = loaded.recipe.data.classes
-        channels = loaded.recipe.data.channels
-        return ("a", "b") if given == "auto" else given, 3 if channels == "auto" else channels
-    return datasets.classes, channels
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What `hiresvis check` prints."""
-
-    errors: tuple[Problem, ...]
-    warnings: tuple[Problem, ...]
-    details: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            **self.details,
-            "errors": [asdict(problem) for problem in self.errors],
-            "warnings": [asdict(problem) for problem in self.warnings],
-        }
-
-    def lines(self) -> list[str]:
-        """Text for a terminal: errors, warnings, then what was found per split."""
-        lines = [f"error    {problem}" for problem in self.errors]
-        lines += [f"warning  {problem}" for problem in self.warnings]
-        for name, counts in self.details.get("splits", {}).items():
-            lines.append(f"{name}: " + ", ".join(f"{key} {_short_counts(value)}" for key, value in counts.items() if value))
-        return [*lines, f"{len(self.errors)} errors, {len(self.warnings)} warnings"]
-
-
-def _short_counts(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{key}:{_short_counts(count)}" for key, count in value.items())
-    return " to ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
-    """Recipe, whole data set decoded once, model built: every finding at once."""
-    resolution = Resolution(loaded)
-    for _ in assemble.draw_sample(loaded):
-        pass
-    errors: list[Problem] = []
-    try:
-        datasets = assemble.read_datasets(loaded, resolution)
-        channels, scale = assemble.settle_pixels(loaded, resolution, datasets)
-    except DataError as error:
-        return CheckReport(error.problems, (), {})
-    try:
-        backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
-        assemble.freeze_parts(loaded, resolution, backbone, torch.device("cpu"), norm="batch")
-    except RecipeError as error:
-        errors.extend(error.problems)
-        backbone = None
-    if backbone is None:
-        return CheckReport(tuple(errors), datasets.findings, {})
-    contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
-    report = assemble.check_data(loaded, datasets, contract, fast=fast)
-    details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings")}
-    return CheckReport((*errors, *report.errors), report.warnings, details)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """A finished run, ready to predict."""
-
-    loaded: LoadedRecipe
-    contract: Contract
-    step: TrainStep
-    eval_batch: int
-
-
-def _open_run(folder: Path) -> _Trained:
-    """The best weights of a run in its own model, with its own preprocessing.
-
-    Raises:
-        RunFolderError: no run, or one without weights.
-    """
-    run = RunDirectory.open(folder)
-    contract = Contract.read(run.contract)
-    loaded = load_recipe(run.resolved)
-    stored = run.read_json("plan.json")
-    if not run.best_weights.is_file():
-        raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
-    device = pick_device()
-    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, pretrained=False)
-    backbone.model.load_state_dict(load_file(run.best_weights))
-    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, device, norm=stored["norm"])
-    channels_last = bool(loaded.recipe.memory.channels_last)
-    step = TrainStep(
-        trainable.model,
-        assemble.make_optimizer(loaded, trainable.model, trainable.layer_decay),
-        CrossEntropy(),
-        prepare=make_prepare(contract, device, channels_last),
-        device=device,
-        precision=stored["precision"],
-    )
-    return _Trained(loaded, contract, step, int(stored["eval_batch"]))
-
-
-def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
-    """Metrics of the best weights: of val and test, or of other labelled data.
-
-    Raises:
-        RunFolderError, DataError: the run or the data cannot be used.
-    """
-    trained = _open_run(run)
-    contract = trained.contract
-    if data is not None:
-        splits = {"data": load_dataset(data, classes=contract.classes)}
-    else:
-        found = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
-        splits = {name: split for name, split in found.splits().items() if name != "train"}
-    results: dict[str, Any] = {}
-    for name, split in splits.items():
-        loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
-        found_split = evaluate_split(trained.step, loader, name_of=lambda index, split=split: str(split.samples[index].path))
-        results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
-        release()
-    return results
-
-
-def predict(run: Path, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Class names and scores of files and folders.
-
-    Yields:
-        path, label, score, and scores by class name.
-    """
-    trained = _open_run(run)
-    contract = trained.contract
-    samples = load_unlabelled(paths).samples
-    loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
-    trained.step.model.eval()
-    for item in loader:
-        scores = trained.step.predict(item.images).softmax(dim=1).cpu()
-        for index, row in zip(item.indices, scores.tolist(), strict=True):
-            best = max(range(len(row)), key=row.__getitem__)
-            yield {
-                "path": str(samples[index].path),
-                "label": contract.classes[best],
-                "score": row[best],
-                "scores": dict(zip(contract.classes, row, strict=True)),
-            }

@@ -201,7 +201,7 @@ class _SegmentRunner:
         assert result is not None
         self.last_output = weakref.ref(result)
         if position == len(self.modules) - 1:
-            if frame.random is not None and frame.random.same_as(_RandomState(tensor.device)):
+            if frame.random is not None and frame.random.same_as(_RandomState(frame.random.device)):
                 frame.random = None
             self.frame = None
         return output

@@ -376,9 +376,8 @@ def _assemble(
         stage, kind = (unit.stage, unit.kind) if unit else (neighbour.stage if index else "stem", "glue")
         kind_value: Kind = kind  # type: ignore[assignment]
 
-        def affine(read: Callable[[_Layout], int], layouts: list[_Layout] = layouts) -> Affine:
-            return Affine.through(TRACE_BATCHES[0], read(layouts[0]), TRACE_BATCHES[1], read(layouts[1]))
-
+        figures = [layout.figures(position, index) for layout in layouts]
+        affine = {name: Affine.through(TRACE_BATCHES[0], figures[0][name], TRACE_BATCHES[1], figures[1][name]) for name in figures[0]}
         mine = gradients[unit.name] if unit else 0
         if unit is None and rest:
             mine, rest = rest, 0
@@ -393,19 +392,12 @@ def _assemble(
                 opens_segment=opens,
                 input_id=first.boundary_ids[position],
                 output_id=first.boundary_ids[position + 1],
-                input=affine(lambda layout, p=position: layout.boundary_size(p)),
-                output=affine(lambda layout, p=position: layout.boundary_size(p + 1)),
                 saves=first.saved_boundaries(index),
-                interior=affine(lambda layout, i=index: layout.interior(i)),
                 cast=first.casts(index),
                 held=first.held(index),
-                forward_stored=affine(lambda layout, i=index: layout.forward(layout.first, i)),
-                forward_dropped=affine(lambda layout, i=index: layout.forward(layout.dropped, i)),
-                backward_first=affine(lambda layout, i=index: layout.backward(layout.first, i)),
-                backward_more=affine(lambda layout, i=index: layout.backward(layout.more, i)),
                 input_gradient=first.input_gradient(index),
                 parameter_gradients=mine,
-                flops=affine(lambda layout, i=index: layout.first.intervals[i].flops),
+                **affine,
             )
         )
     boundaries = tuple(
@@ -439,6 +431,19 @@ class _Layout:
                 self.boundary_sizes[identity] = self.first.sizes[number]
         self.all_saved = set().union(*(interval.saved for interval in intervals))
         self.all_casts = set().union(*(interval.casts for interval in intervals))
+
+    def figures(self, position: int, index: int) -> dict[str, int]:
+        """The figures of one entry that depend on the batch, by the names of `UnitCosts`."""
+        return {
+            "input": self.boundary_size(position),
+            "output": self.boundary_size(position + 1),
+            "interior": self.interior(index),
+            "forward_stored": self.forward(self.first, index),
+            "forward_dropped": self.forward(self.dropped, index),
+            "backward_first": self.backward(self.first, index),
+            "backward_more": self.backward(self.more, index),
+            "flops": self.first.intervals[index].flops,
+        }
 
     def boundary_size(self, position: int) -> int:
         return self.boundary_sizes[self.boundary_ids[position]]

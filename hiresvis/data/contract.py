@@ -71,7 +71,7 @@ class Contract:
         names = {item.name for item in fields(cls)}
         if set(values) != names:
             raise ValueError(f"keys differ: missing {sorted(names - set(values))}, unknown {sorted(set(values) - names)}")
-        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(**{**plain, "scale": Scale(**values["scale"])})
 
     @classmethod

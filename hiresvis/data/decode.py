@@ -156,13 +156,13 @@ def _decode_tiff(file: BinaryIO, path: Path, background: tuple[int, int, int]) -
         if photometric == 0:  # white is zero
             array = _largest(array.dtype) - array
         elif photometric == 3:
-            colours = page.colormap
+            colours = np.asarray(page.colormap)
             table = colours if colours.max() < 256 else colours >> 8
             array = np.ascontiguousarray(table.astype(np.uint8).T[array[..., 0]])
         elif photometric == 5:
             array = _cmyk_to_rgb(array)
         elif photometric == 8 or (photometric == 6 and int(page.compression) not in (6, 7)):
-            refuse(path, f"has the colour space {page.photometric.name}, which is not read; save it as RGB")
+            refuse(path, f"has the colour space {tifffile.PHOTOMETRIC(photometric).name}, which is not read; save it as RGB")
         if photometric != 5 and num_alpha(page):
             premultiplied = int(page.extrasamples[-1]) == 1
             array = _blend(array[..., :-1], array[..., -1:], background, premultiplied)

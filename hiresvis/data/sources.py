@@ -257,7 +257,7 @@ def _class_names(scan: Scan, train: Path, given: Sequence[str] | None, findings:
     """The classes in order: the given list, or the sorted names of train, empty class folders included."""
     if not scan.entries:
         raise DataError([Problem(f"holds no images{_skipped_text(scan)}", str(train), "data.train")])
-    found = Counter(entry.label for entry in scan.entries)
+    found = Counter(str(entry.label) for entry in scan.entries)
     names = tuple(given) if given is not None else tuple(sorted({*found, *scan.folders}))
     extra = sorted(set(found) - set(names))
     if extra:
@@ -283,7 +283,7 @@ def _without_unseen(
 ) -> Scan:
     """The scan without the labels that train lacks; what they are goes to `findings` (drop) or `problems` (error)."""
     known = set(classes)
-    strange = Counter(entry.label for entry in scan.entries if entry.label not in known)
+    strange = Counter(str(entry.label) for entry in scan.entries if entry.label not in known)
     if not strange:
         return scan
     parts = []

@@ -222,7 +222,7 @@ def make_augment(augment: str | Sequence[Mapping[str, Any]], *, image_size: tupl
         assert augment in AUGMENTS, augment
         steps = _preset(augment, square=image_size[0] == image_size[1], colour=in_chans == 3)
     else:
-        steps = list(augment)
+        steps = [dict(step) for step in augment]
         problems = [problem for position, step in enumerate(steps) for problem in _check_step(step, position)]
         if problems:
             raise RecipeError(problems)

@@ -1,0 +1,95 @@
+"""What is done with a finished run: evaluate its best weights, predict with them. Preprocessing is the run's own contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from hiresvis import assemble
+from hiresvis.data.contract import Contract
+from hiresvis.data.loader import EvalLoader
+from hiresvis.data.sources import load_dataset, load_unlabelled
+from hiresvis.device import pick_device
+from hiresvis.errors import RunFolderError
+from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
+from hiresvis.run import RunDirectory
+from hiresvis.train.evaluate import evaluate as evaluate_split
+from hiresvis.train.step import TrainStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A finished run, ready to predict."""
+
+    loaded: LoadedRecipe
+    contract: Contract
+    step: TrainStep
+    eval_batch: int
+
+
+def _open_run(folder: Path) -> _Trained:
+    """The best weights of a run in its own model, with its own preprocessing.
+
+    Raises:
+        RunFolderError: no run, or one without weights.
+    """
+    run = RunDirectory.open(folder)
+    contract = Contract.read(run.contract)
+    loaded = load_recipe(run.resolved)
+    stored = run.read_json("plan.json")
+    if not run.best_weights.is_file():
+        raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
+    device = pick_device()
+    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, pretrained=False)
+    backbone.model.load_state_dict(load_file(run.best_weights))
+    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, device, norm=stored["norm"])
+    step = assemble.make_step(loaded, trainable, contract, stored["precision"], device)
+    return _Trained(loaded, contract, step, int(stored["eval_batch"]))
+
+
+def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
+    """Metrics of the best weights: of val and test, or of other labelled data.
+
+    Raises:
+        RunFolderError, DataError: the run or the data cannot be used.
+    """
+    trained = _open_run(run)
+    contract = trained.contract
+    if data is not None:
+        splits = {"data": load_dataset(data, classes=contract.classes)}
+    else:
+        found = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
+        splits = {name: split for name, split in found.splits().items() if name != "train"}
+    results: dict[str, Any] = {}
+    for name, split in splits.items():
+        loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
+        found_split = evaluate_split(trained.step, loader, name_of=[str(sample.path) for sample in split.samples].__getitem__)
+        results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
+    return results
+
+
+def predict(run: Path, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Class names and scores of files and folders.
+
+    Yields:
+        path, label, score, and scores by class name.
+    """
+    trained = _open_run(run)
+    contract = trained.contract
+    samples = load_unlabelled(paths).samples
+    loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
+    trained.step.model.eval()
+    for item in loader:
+        scores = trained.step.predict(item.images).softmax(dim=1).cpu()
+        for index, row in zip(item.indices, scores.tolist(), strict=True):
+            best = max(range(len(row)), key=row.__getitem__)
+            yield {
+                "path": str(samples[index].path),
+                "label": contract.classes[best],
+                "score": row[best],
+                "scores": dict(zip(contract.classes, row, strict=True)),
+            }
