@@ -10,6 +10,8 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import group_parameters
+from timm.optim._param_groups import auto_group_layers  # timm's own answer for models that bring no group_matcher
 from torch import nn
 
 from hiresvis.backbone import weights
@@ -169,3 +171,10 @@ def _normalisation(cfg: Any, pretrained: bool | str, in_chans: int) -> tuple[tup
         spread = "" if pretrained is False else "; a first layer for 3 is summed or repeated over them"
         notes = (*notes, f"{in_chans} input channel(s): mean {mean[0]:.3f} and std {std[0]:.3f} for each{spread}")
     return mean, std, notes
+
+
+def coarse_layers(model: nn.Module) -> dict[str, int]:
+    """Parameter name to layer number: 0 the stem, then the stages, then the head."""
+    if hasattr(model, "group_matcher"):
+        return group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+    return auto_group_layers(model)

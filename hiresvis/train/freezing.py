@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from timm.models import group_parameters
-from timm.optim._param_groups import auto_group_layers  # timm's own answer for models that bring no group_matcher
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hiresvis.backbone.build import coarse_layers
 from hiresvis.errors import Problem, RecipeError
 
 Freeze = Literal["none", "stem"] | int
@@ -30,7 +29,7 @@ def freeze(model: nn.Module, freeze: Freeze) -> tuple[str, ...]:
     if freeze == "none":
         return ()
     wanted = 0 if freeze == "stem" else int(freeze)
-    layers = _coarse_layers(model)
+    layers = coarse_layers(model)
     head = {layers[name] for name in classifier_parameters(model) if name in layers}
     num_stages = (min(head) if head else max(layers.values()) + 1) - 1
     if not 0 <= wanted <= num_stages:
@@ -107,10 +106,3 @@ def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _frozen_modules(child)
-
-
-def _coarse_layers(model: nn.Module) -> dict[str, int]:
-    """Parameter name to layer number: 0 the stem, then the stages, then the head."""
-    if hasattr(model, "group_matcher"):
-        return group_parameters(model, model.group_matcher(coarse=True), reverse=True)
-    return auto_group_layers(model)
