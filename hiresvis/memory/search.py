@@ -324,6 +324,10 @@ class Planner:
         """The largest micro-batch with a plan that fits; 0 when one image does not fit."""
         return _bisect(lambda micro: self.best(micro) is not None, self.most())
 
+    def largest_of(self, segments: tuple[Segment, ...]) -> int:
+        """The largest micro-batch that fits with these segments; 0 when one image does not fit."""
+        return _bisect(lambda micro: self.fits(self.score(segments, micro)), self.most())
+
     def choose(self) -> Candidate | NoPlan:
         """The plan for the goal, or the numbers of why there is none."""
         smallest = self.limits.micro_batch or 1
@@ -377,10 +381,7 @@ class Planner:
                 continue
             seen.add(segments)
 
-            def fits(micro: int, segments: tuple[Segment, ...] = segments) -> bool:
-                return self.fits(self.score(segments, micro))
-
-            largest = _bisect(fits, self.most())
+            largest = self.largest_of(segments)
             rungs.append(Rung(spacing=name, candidate=self.score(segments, max(1, largest)), fits=largest > 0))
         largest = self.largest()
         if largest:

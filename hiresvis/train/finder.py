@@ -22,7 +22,7 @@ from hiresvis.device import Budget, PeakMeter, StorageCounter, is_out_of_memory,
 from hiresvis.errors import DoesNotFit
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.plan import CheckpointPlan, NoPlan
+from hiresvis.memory.plan import CheckpointPlan, NoPlan, store_all
 from hiresvis.memory.search import Candidate, Limits, Planner, Rung
 from hiresvis.run.events import Event, LadderRow, Notice, PlanChosen
 from hiresvis.train.evaluate import eval_mode
@@ -296,7 +296,11 @@ def explain(planner: Planner, candidate: Candidate) -> str:
     """Why this plan, in one sentence with numbers."""
     limits, largest = planner.limits, planner.largest() if planner.limits.micro_batch is None else candidate.micro_batch
     share = candidate.recompute_fraction(planner.profile)
-    cost = f"{share:.1%} of a step's FLOPs recomputed" if candidate.recomputed_flops else "nothing recomputed"
+    if candidate.recomputed_flops:
+        stored = planner.largest_of(store_all(planner.profile))
+        cost = f"{share:.1%} of a step's FLOPs are done twice, since with everything stored {stored or 'not one'} would fit"
+    else:
+        cost = "nothing is recomputed"
     if limits.micro_batch is not None:
         return f"memory.micro_batch {limits.micro_batch} was given; {cost}"
     if limits.batch is None:
@@ -309,10 +313,14 @@ def explain(planner: Planner, candidate: Candidate) -> str:
 
 
 def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) -> tuple[LadderRow, ...]:
-    """The ladder as events: spacing off, smaller and smaller, the best mix, and the chosen plan last."""
+    """The ladder as events: spacing off, smaller and smaller, the best mix, and the chosen plan last.
+
+    A spacing that gives the same numbers as the one before it (stages shorter than it) is left out.
+    """
     wanted = planner.limits.micro_batch or planner.limits.batch
-    rows = []
-    for number, rung in enumerate(rungs):
+    rows: list[LadderRow] = []
+    others = [rung for rung in rungs if rung.candidate != chosen]
+    for rung in others:
         fits = rung.candidate.micro_batch if rung.fits else 0
         if not rung.fits:
             verdict = "too large"
@@ -320,8 +328,11 @@ def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) ->
             verdict = f"fits {fits} of {wanted}"
         else:
             verdict = "fits"
-        rows.append(_row(planner, number, rung.spacing, rung.candidate, fits, verdict))
-    rows.append(_row(planner, len(rungs), "chosen", chosen, chosen.micro_batch, "chosen"))
+        row = _row(planner, len(rows), rung.spacing, rung.candidate, fits, verdict)
+        if not rows or replace(row, rung=0, spacing="") != replace(rows[-1], rung=0, spacing=""):
+            rows.append(row)
+    name = next((rung.spacing for rung in rungs if rung.candidate == chosen), "mixed")
+    rows.append(_row(planner, len(rows), name, chosen, chosen.micro_batch, "chosen"))
     return tuple(rows)
 
 
