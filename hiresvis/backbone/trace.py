@@ -2,8 +2,9 @@
 
 The model's copy consists of fake CPU tensors, so attention takes the flash kernel, whose saved tensors are the ones a GPU
 kernel saves as well. Every storage is counted by identity while it is alive, and stamped with the unit that made it.
-Three passes per batch size: forward and backward twice (gradients new, then added to), and a forward that keeps no saved
-tensor, which is what a recomputed segment's first forward does. Two batch sizes make every figure affine in the batch.
+Two passes per batch size: forward and backward (a parameter's gradient stays where it is new, and is let go where it is
+added to an older one; both peaks are read off one pass), and a forward that keeps no saved tensor, which is what a
+recomputed segment's first forward does. Two batch sizes make every figure affine in the batch.
 
 What it does badly: kernels' own scratch memory is not seen (the probe measures it); CPU autocast rules are used.
 """
@@ -40,6 +41,7 @@ class _Interval:
     forward_peak: int = 0
     backward_entry: int | None = None
     backward_peak: int = 0
+    backward_peak_more: int = 0
     flops: int = 0
     operators: int = 0
     made: set[int] = field(default_factory=set)
@@ -59,6 +61,8 @@ class _Recorder(StorageCounter):
         self.intervals = [_Interval(name) for name in names]
         self.now = 0
         self.in_backward = False
+        self.landing = False
+        self.landed_bytes = 0
         self.largest_elements = 0
         self.weight_tensors = weights
 
@@ -86,6 +90,8 @@ class _Recorder(StorageCounter):
         interval = self.intervals[self.now]
         if self.in_backward:
             interval.backward_peak = max(interval.backward_peak, self.live_bytes)
+            if not self.landing:
+                interval.backward_peak_more = max(interval.backward_peak_more, self.live_bytes - self.landed_bytes)
         else:
             interval.forward_peak = max(interval.forward_peak, self.live_bytes)
 
@@ -98,9 +104,26 @@ class _Recorder(StorageCounter):
         interval.alive_at_entry = self.alive()
 
     def enter_backward(self, index: int) -> None:
-        self.now, self.in_backward = index, True
+        self.now, self.in_backward, self.landed_bytes = index, True, 0
         interval = self.intervals[index]
-        interval.backward_entry = interval.backward_peak = self.live_bytes
+        interval.backward_entry = interval.backward_peak = interval.backward_peak_more = self.live_bytes
+
+    def watch_gradient(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """Hooks at both ends of a parameter's gradient coming to rest.
+
+        A new one stays (copied when its strides are not the parameter's); one added to an older one is let go, and no
+        copy is made. So one backward shows both peaks.
+        """
+
+        def arrive(_: torch.Tensor) -> None:
+            self.landing = True
+
+        def land(parameter: torch.Tensor) -> None:
+            self.landing = False
+            number = None if parameter.grad is None else self.number(parameter.grad)
+            self.landed_bytes += 0 if number is None else self.sizes[number]
+
+        return parameter.register_hook(arrive), parameter.register_post_accumulate_grad_hook(land)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         number = self.number(tensor)
@@ -199,22 +222,21 @@ class _Tracer:
             target = torch.zeros(batch, dtype=torch.int64)
             return nn.functional.cross_entropy(logits.float(), target, reduction="none").sum() / batch
 
-    def stored(self, batch: int) -> tuple[_Recorder, _Recorder]:
-        """Two steps that keep everything: parameter gradients new, then there already."""
-        recorders = []
-        for parameter in self.model.parameters():
+    def stored(self, batch: int) -> _Recorder:
+        """A step that keeps everything."""
+        recorder = self.recorder()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        handles = [handle for parameter in trained for handle in recorder.watch_gradient(parameter)]
+        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+                loss = self._loss(batch, recorder)
+            recorder.enter_backward(len(self.names) - 1)
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        for parameter in trained:
             parameter.grad = None
-        for _ in range(2):
-            recorder = self.recorder()
-            with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
-                with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                    loss = self._loss(batch, recorder)
-                recorder.enter_backward(len(self.names) - 1)
-                loss.backward()
-            recorders.append(recorder)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        return recorders[0], recorders[1]
+        return recorder
 
     def dropped(self, batch: int) -> _Recorder:
         """A forward whose saved tensors are let go at once."""
@@ -288,7 +310,7 @@ def trace_costs(
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
     with mode:
         state, temporaries = _optimizer_bytes(fake, make_optimizer, clip_grad, block)
-    largest = max(recorder.largest_elements for recorder in (passes[1][0][0], passes[1][1]))
+    largest = max(recorder.largest_elements for recorder in passes[1])
     return chain, MemoryProfile(
         model=name,
         image_size=image_size,
@@ -348,7 +370,7 @@ def _resident(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _assemble(
-    model: nn.Module, chain: Chain, passes: list[tuple[tuple[_Recorder, _Recorder], _Recorder]]
+    model: nn.Module, chain: Chain, passes: list[tuple[_Recorder, _Recorder]]
 ) -> tuple[tuple[UnitCosts, ...], tuple[Affine, ...]]:
     """Units with affine figures from the passes at both batch sizes."""
     layouts = [_Layout(stored, dropped) for stored, dropped in passes]
@@ -410,9 +432,8 @@ def _assemble(
 class _Layout:
     """The passes at one batch size, with boundaries numbered along the chain."""
 
-    def __init__(self, stored: tuple[_Recorder, _Recorder], dropped: _Recorder) -> None:
-        self.first, self.more = stored
-        self.dropped = dropped
+    def __init__(self, first: _Recorder, dropped: _Recorder) -> None:
+        self.first, self.dropped = first, dropped
         intervals = self.first.intervals
         last = len(intervals) - 1
         self.kept = [index for index, interval in enumerate(intervals) if index % 2 == 1 or interval.operators or index == last]
@@ -440,8 +461,8 @@ class _Layout:
             "interior": self.interior(index),
             "forward_stored": self.forward(self.first, index),
             "forward_dropped": self.forward(self.dropped, index),
-            "backward_first": self.backward(self.first, index),
-            "backward_more": self.backward(self.more, index),
+            "backward_first": self.backward(index),
+            "backward_more": self.backward_more(index),
             "flops": self.first.intervals[index].flops,
         }
 
@@ -467,10 +488,13 @@ class _Layout:
         interval = recorder.intervals[index]
         return interval.forward_peak - interval.forward_entry
 
-    @staticmethod
-    def backward(recorder: _Recorder, index: int) -> int:
-        interval = recorder.intervals[index]
+    def backward(self, index: int) -> int:
+        interval = self.first.intervals[index]
         return 0 if interval.backward_entry is None else interval.backward_peak - interval.backward_entry
+
+    def backward_more(self, index: int) -> int:
+        interval = self.first.intervals[index]
+        return 0 if interval.backward_entry is None else interval.backward_peak_more - interval.backward_entry
 
     def input_gradient(self, index: int) -> bool:
         interval = self.first.intervals[index]
