@@ -93,7 +93,8 @@ class _Walk:
         self.profile, self.batch, self.setting = profile, batch, setting
         self.kept: list[tuple[int, frozenset[int]]] = []  # (interior bytes, boundaries) per segment so far
         self.gradients = profile.gradients if setting.accumulates else 0
-        self.casts = 0
+        self.casts = 0  # weights in the autocast precision, all that the forward's cache holds
+        self.stored_casts = 0  # of these, what stored units keep until their backward
         self.peak = 0
         self.where = ""
         self.peak_gradients = 0
@@ -123,24 +124,24 @@ class _Walk:
             self._note(live + excess.at(self.batch), f"forward of {unit.name}")
             self.casts += unit.cast
             if stored:
+                self.stored_casts += unit.cast
                 self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
 
     def end_of_forward(self) -> None:
-        """The autocast cache goes; a stored unit keeps its own casts."""
+        """The autocast cache goes; stored units keep their own casts, recomputed ones make theirs again."""
         self.casts = 0
 
     def backward(self, segment: Segment) -> None:
         units = self.profile.units[segment.start : segment.end]
-        kept_casts = sum(unit.cast for unit in self.profile.units[: segment.start]) if segment.tier == "store" else 0
         if segment.tier == "store":
-            self._backward_of(segment.start, kept_casts + units[0].cast)
+            self._backward_of(segment.start, self.stored_casts)
+            self.stored_casts -= units[0].cast
             self.kept.pop()
             return
         # The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it.
-        kept_casts = sum(unit.cast for unit in self.profile.units[: segment.start])
         output_gradient = units[-1].output.at(self.batch)
         depth = len(self.kept)
-        casts = kept_casts
+        casts = self.stored_casts
         for unit in units:
             live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient
             self._note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
