@@ -1,0 +1,356 @@
+"""`fit` from a recipe to a finished run: what it leaves, that plans change no bit, and what later commands make of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from hiresvis.backbone.build import build_backbone
+from hiresvis.recipe import Resolution, load_recipe
+from hiresvis.train.finder import Finder
+from hiresvis.train.step import TrainStep
+
+FILES = {
+    "recipe.yaml",
+    "recipe.resolved.yaml",
+    "plan.json",
+    "contract.json",
+    "metrics.csv",
+    "events.jsonl",
+    "train.log",
+    "predictions.csv",
+    "report.html",
+    "weights/best.safetensors",
+    "weights/last.safetensors",
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    """Every tensor, parameters and buffers, has the same bits."""
+    one, other = load_file(first), load_file(second)
+    assert list(one) == list(other)
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def test_a_run_leaves_every_file_and_nothing_else(trained):
+    """The run folder holds what it promises, each file with something in it, and no half-written one."""
+    root = trained.path("")
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    snapshot = {name for name in found if name.startswith("snapshot/")}
+    assert found - snapshot == FILES
+    assert {re.sub(r"\d+", "N", name) for name in snapshot} == {"snapshot/state.json", "snapshot/tensors-N.safetensors"}
+    assert all((root / name).stat().st_size for name in found)
+
+
+def test_every_file_of_a_run_is_text_json_or_safetensors(trained):
+    """No file carries code: tensors are safetensors, everything else decodes as text, and no pickle is among them."""
+    for path in trained.path("").rglob("*"):
+        if path.is_dir():
+            continue
+        raw = path.read_bytes()
+        if path.suffix == ".safetensors":
+            header_bytes = int.from_bytes(raw[:8], "little")
+            assert isinstance(json.loads(raw[8 : 8 + header_bytes]), dict), path
+            continue
+        assert b"\0" not in raw, path
+        raw.decode("utf-8")
+        if path.suffix == ".json":
+            json.loads(raw)
+    assert {path.suffix for path in trained.path("").rglob("*") if path.is_file()} == {
+        ".yaml",
+        ".json",
+        ".csv",
+        ".jsonl",
+        ".log",
+        ".html",
+        ".safetensors",
+    }
+
+
+def test_results_alone_go_to_standard_output(trained):
+    """fit shows its progress on standard error and prints no result of its own."""
+    assert trained.done.out == ""
+    assert "best" in trained.done.err
+
+
+def test_plan_json_has_predicted_and_measured_bytes(trained):
+    """The parts add up to the predicted peak, and what was measured stands beside it, counted storages within 5%."""
+    plan = trained.read("plan.json")
+    assert sum(plan["parts"].values()) == plan["predicted_peak_bytes"]
+    measured = plan["measured"]
+    assert plan["predicted_peak_bytes"] <= plan["budget_bytes"] <= plan["capacity_bytes"]
+    assert 0 < measured["baseline_bytes"] < measured["resident_peak_bytes"] <= plan["budget_bytes"]
+    assert measured["counted_peak_bytes"] == pytest.approx(measured["predicted_counted_bytes"], rel=0.05)
+    assert plan["micro_batch"] * plan["accumulation"] >= plan["batch"] == 6
+    (finished,) = trained.events("run_finished")
+    assert finished["counted_peak_bytes"] == measured["counted_peak_bytes"]
+    assert finished["predicted_peak_bytes"] == plan["predicted_peak_bytes"]
+    assert re.search(r"peak +predicted [\d.]+ MiB, measured [\d.]+ MiB", trained.done.err)
+    assert "counted storages" in trained.done.err
+
+
+def test_the_resolved_recipe_loads_again_with_nothing_left_to_find(trained):
+    """It gives the same values, holds no auto but the view's, and each line says where its value came from."""
+    path = trained.path("recipe.resolved.yaml")
+    again = load_recipe(path)
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["ui"]
+    assert Resolution(again).unresolved == ()
+    keyed = [line for line in text.splitlines() if re.match(r" *\w+: \S", line)]
+    assert all(re.search(r"  # (given|default|auto: \S.*)$", line) for line in keyed)
+    assert again.recipe.data.classes == ("defect", "ok")
+    assert Path(again.recipe.data.train).is_absolute()
+
+
+def test_the_recipe_is_kept_as_it_was_given(trained):
+    """Byte for byte, overrides aside, which are in the resolved one."""
+    assert trained.path("recipe.yaml").read_text() == trained.recipe.read_text()
+    assert "epochs: 3  # given" in trained.path("recipe.resolved.yaml").read_text()
+
+
+def test_every_auto_is_printed_once_with_its_reason(trained):
+    """Whatever the resolved recipe marks as found automatically was told, with the same reason, exactly once."""
+    told = [(row["key"], row["reason"]) for row in trained.events("auto_resolved")]
+    assert len(told) == len(set(told)) == len({key for key, _ in told})
+    text = trained.path("recipe.resolved.yaml").read_text()
+    assert sorted(reason for _, reason in told) == sorted(re.findall(r"  # auto: (.*)$", text, flags=re.MULTILINE))
+
+
+def test_metrics_have_a_row_for_each_epoch(trained):
+    """Loss, learning rate and the validation metrics of every epoch; the best of them is what the run ends with."""
+    rows = rows_of(trained.path("metrics.csv"))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    best = max(float(row["val_accuracy"]) for row in rows)
+    assert trained.events("run_finished")[0]["best_value"] == best
+    assert all(float(row["train_loss"]) > 0 and float(row["lr"]) > 0 for row in rows)
+
+
+def test_the_report_needs_nothing_but_itself(trained):
+    """One page: no address is loaded, no file beside it, and it shows curves, plan and confusion matrix."""
+    page = trained.path("report.html").read_text(encoding="utf-8")
+    loaded = re.findall(r"""(?:\bsrc|\bhref|url\()\s*=?\s*["']?([^"')\s>]+)""", page)
+    assert [target for target in loaded if not target.startswith(("data:", "#"))] == []
+    assert "<link" not in page
+    assert "<svg" in page
+    assert "onfusion" in page
+
+
+def test_predictions_hold_each_sample_of_val_and_test(trained):
+    """One row per image, of the best weights; their share that is right is the accuracy that was told."""
+    rows = rows_of(trained.path("predictions.csv"))
+    assert [sum(row["split"] == split for row in rows) for split in ("val", "test")] == [8, 6]
+    (test,) = [row for row in trained.events("evaluated") if row["split"] == "test"]
+    right = [row["label"] == row["predicted"] for row in rows if row["split"] == "test"]
+    assert test["metrics"]["accuracy"] == pytest.approx(sum(right) / len(right))
+    assert {Path(row["path"]).is_file() for row in rows} == {True}
+
+
+def test_evaluate_repeats_the_best_epoch_to_the_last_digit(trained):
+    """Loss and every metric of validation and test are those that fit told."""
+    done = trained("evaluate", trained.path(""), "--json")
+    assert (done.code, done.err) == (0, "")
+    best = trained.events("run_finished")[0]["best_epoch"]
+    told = {row["split"]: row for row in trained.events("evaluated") if row["split"] == "test" or row["epoch"] == best}
+    for split, images in (("val", 8), ("test", 6)):
+        assert done.json[split] == {"images": images, "loss": told[split]["loss"], **told[split]["metrics"]}
+
+
+def test_evaluate_of_other_data_gives_the_same_digits_for_the_same_images(trained):
+    """A folder by --data goes through the run's own preprocessing."""
+    done = trained("evaluate", trained.path(""), "--data", trained.data / "test", "--json")
+    assert done.json["data"] == trained("evaluate", trained.path(""), "--json").json["test"]
+    plain = trained("evaluate", trained.path(""), "--data", trained.data / "test")
+    assert f"data.loss {done.json['data']['loss']}\n" in plain.out
+
+
+def test_evaluate_reads_a_table_with_the_run_s_own_column_names(workshop):
+    """A manifest by --data has the columns that the recipe named."""
+    rows = [(path, path.parent.name) for path in sorted(workshop.data.glob("train/*/*.png"))]
+    for name in ("train.csv", "other.csv"):
+        text = "file,kind\n" + "".join(f"{path},{kind}\n" for path, kind in rows)
+        (workshop.folder / name).write_text(text)
+    table = workshop.folder / "train.csv"
+    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", "data.image=file", "data.label=kind", "train.epochs=1")
+    done = workshop("evaluate", workshop.path(""), "--data", workshop.folder / "other.csv", "--json")
+    assert done.code == 0, done.err
+    assert done.json["data"]["images"] == 16
+
+
+def test_evaluate_finds_the_same_share_again_that_fit_held_out(workshop):
+    """A validation set by fraction is drawn again from the run's seed, and gives the digits of training."""
+    workshop.fit("data.val=0.25", "data.test=null", "train.epochs=1", "train.seed=3")
+    (told,) = workshop.events("evaluated")
+    done = workshop("evaluate", workshop.path(""), "--json")
+    assert done.json == {"val": {"images": 4, "loss": told["loss"], **told["metrics"]}}
+
+
+def test_predict_names_classes_of_files_it_never_saw(trained, tmp_path):
+    """Files and folders, and odd ones among them: rotated by EXIF, 16 bit, with alpha, grey, palette."""
+    rng = np.random.default_rng(5)
+    pixels = rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "in" / "rotated.jpg", exif=exif, quality=95)
+    Image.fromarray(rng.integers(0, 65536, (64, 64), dtype=np.uint16)).save(tmp_path / "in" / "deep" / "sixteen.png")
+    image.convert("RGBA").save(tmp_path / "in" / "alpha.png")
+    image.convert("L").save(tmp_path / "in" / "grey.PNG")
+    image.convert("P").save(tmp_path / "in" / "palette.png")
+    (tmp_path / "in" / "notes.txt").write_text("no image")
+    image.save(tmp_path / "alone.webp")
+    done = trained("predict", trained.path(""), tmp_path / "in", tmp_path / "alone.webp")
+    assert done.code == 0, done.err
+    rows = list(csv.DictReader(done.out.splitlines()))
+    names = ["alpha.png", "deep/sixteen.png", "grey.PNG", "palette.png", "rotated.jpg"]
+    assert [row["path"] for row in rows] == [*(str(tmp_path / "in" / name) for name in names), str(tmp_path / "alone.webp")]
+    for row in rows:
+        scores = {name: float(row[f"score_{name}"]) for name in ("defect", "ok")}
+        assert row["label"] == max(scores, key=scores.get)
+        assert float(row["score"]) == scores[row["label"]]
+        assert sum(scores.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_predict_turns_images_as_training_did(trained, tmp_path):
+    """A photo stored on its side with an EXIF note scores as the same photo stored upright."""
+    pixels = np.random.default_rng(6).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn clockwise by a quarter to show it
+    Image.fromarray(pixels).save(tmp_path / "side.png", exif=exif)
+    Image.fromarray(np.rot90(pixels, -1).copy()).save(tmp_path / "upright.png")
+    rows = list(csv.DictReader(trained("predict", trained.path(""), tmp_path).out.splitlines()))
+    assert [Path(row.pop("path")).name for row in rows] == ["side.png", "upright.png"]
+    assert rows[0] == rows[1]
+
+
+def test_predict_scores_what_predictions_csv_says(trained):
+    """The same image gives the same class and score as in the run's own table."""
+    done = trained("predict", trained.path(""), trained.data / "test")
+    told = {row["path"]: row for row in rows_of(trained.path("predictions.csv")) if row["split"] == "test"}
+    for row in csv.DictReader(done.out.splitlines()):
+        assert row["label"] == told[row["path"]]["predicted"]
+        assert float(row["score"]) == pytest.approx(float(told[row["path"]]["score"]), abs=2e-6)
+
+
+def test_predict_of_a_broken_file_names_it(trained, tmp_path):
+    """Exit 3, the path and the reason; --out keeps no table that looks whole."""
+    whole = sorted((trained.data / "test" / "ok").iterdir())[0].read_bytes()
+    (tmp_path / "a.jpg").write_bytes(whole)
+    (tmp_path / "b.jpg").write_bytes(whole[: len(whole) // 2])
+    done = trained("predict", trained.path(""), tmp_path, "--out", tmp_path / "out.csv")
+    assert done.code == 3
+    assert str(tmp_path / "b.jpg") in done.err
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_predict_of_nothing_ends_with_3(trained, tmp_path):
+    """A missing path is named, as is a folder without images."""
+    missing = trained("predict", trained.path(""), tmp_path / "nothing.png")
+    assert (missing.code, missing.out) == (3, "")
+    assert str(tmp_path / "nothing.png") in missing.err
+    assert trained("predict", trained.path(""), tmp_path).code == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("test_resnet", ("optim.name=sgd", "optim.lr=0.01")),
+        ("test_efficientnet", ("model.drop_path=0.3",)),
+        ("test_vit", ("model.drop_path=0.3",)),
+    ],
+)
+def test_recompute_changes_no_bit(workshop, model, more):
+    """Everything stored or every block recomputed: best and last weights, batch statistics included, and metrics are the same bits."""
+    common = (f"model.name={model}", "memory.micro_batch=3", "train.eval_batch=4", *more)
+    workshop.fit("memory.spacing=off", *common, name="off")
+    workshop.fit("memory.spacing=1", *common, name="one")
+    assert workshop.read("plan.json", "off")["recompute_fraction"] == 0
+    assert workshop.read("plan.json", "one")["recompute_fraction"] > 0.2
+    for name in ("best", "last"):
+        assert_same_weights(workshop.path(f"weights/{name}.safetensors", "off"), workshop.path(f"weights/{name}.safetensors", "one"))
+    if model != "test_vit":
+        weights = load_file(workshop.path("weights/last.safetensors", "one"))
+        variances = [value for name, value in weights.items() if name.endswith("running_var")]
+        assert variances
+        assert all((value != 1).any() for value in variances)
+    told = [[(row["split"], row["loss"], row["metrics"]) for row in workshop.events("evaluated", run)] for run in ("off", "one")]
+    assert told[0] == told[1]
+
+
+def test_looking_for_the_batch_leaves_no_trace(workshop, monkeypatch):
+    """Weights, buffers, modes, gradients, optimizer and random state are as before, and nothing holds a tensor of the probe."""
+    seen = []
+
+    def fingerprint(finder):
+        step = finder.step
+        assert not step.optimizer.state
+        return (
+            {name: value.clone() for name, value in step.model.state_dict().items()},
+            [module.training for module in step.model.modules()],
+            [parameter.grad for parameter in step.model.parameters()],
+            torch.get_rng_state(),
+        )
+
+    real = Finder.find
+
+    def watched(finder):
+        before = fingerprint(finder)
+        yield from real(finder)
+        seen.append((before, fingerprint(finder)))
+
+    monkeypatch.setattr(Finder, "find", watched)
+    workshop.fit("model.name=test_efficientnet", "model.norm=batch", "model.drop_path=0.3", "memory.spacing=1", "train.epochs=1")
+    ((before, after),) = seen
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert before[1] == after[1]
+    assert after[2] == [None] * len(after[2])
+    assert torch.equal(before[3], after[3])
+
+
+def test_the_probe_runs_all_that_training_will_run(workshop, monkeypatch):
+    """Two optimizer steps, the second with its state there, accumulation, and an evaluation step, all at the largest shapes."""
+    calls = []
+    for name in ("accumulate", "apply", "predict"):
+        real = getattr(TrainStep, name)
+
+        def spied(step, *args, real=real, name=name, **kwargs):
+            calls.append((name, len(args[0]) if args else len(step.optimizer.state)))
+            return real(step, *args, **kwargs)
+
+        monkeypatch.setattr(TrainStep, name, spied)
+    done = workshop("fit", workshop.recipe, "memory.micro_batch=4", "train.batch=8", "train.eval_batch=5", "--dry-run")
+    assert done.code == 0, done.err
+    assert [name for name, _ in calls] == ["accumulate", "apply", "accumulate", "accumulate", "apply", "predict"]
+    assert {size for name, size in calls if name == "accumulate"} == {4}
+    first, second = (size for name, size in calls if name == "apply")
+    assert first == 0 < second
+    assert calls[-1] == ("predict", 5)
+
+
+@pytest.mark.parametrize(("setting", "trained_part"), [("model.freeze=stem", None), ("model.adapt=head", {"fc.weight", "fc.bias"})])
+def test_frozen_parts_keep_their_bits(workshop, setting, trained_part):
+    """With freeze: stem the first layers, with adapt: head everything but the classifier, batch statistics included."""
+    workshop.fit(setting, "train.epochs=1")
+    start = build_backbone("test_resnet", num_classes=2, image_size=64, pretrained=False, seed=0).model.state_dict()
+    end = load_file(workshop.path("weights/last.safetensors"))
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved
+    if trained_part is None:
+        assert not {name for name in moved if name.startswith(("conv1", "bn1"))}
+        assert any(name.startswith("layer1") for name in moved)
+    else:
+        assert moved == trained_part

@@ -1,0 +1,205 @@
+"""Stopping and going on: signals at every stage, resuming to the same bits, and what resuming refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hiresvis.errors import Interrupted
+from hiresvis.fit import fit
+from hiresvis.recipe import load_recipe
+
+# Ten steps an epoch, so that a signal sent at one of them arrives in the middle.
+MODEL = ("model.drop_path=0.2", "model.name=test_efficientnet", "train.eval_batch=4")
+SETTING = (*MODEL, "data.test=null", "train.batch=2", "train.epochs=2")
+ONE_EPOCH = (*SETTING[:-1], "train.epochs=1")
+TIMES = ("seconds", "images_per_second")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory, draw):
+    """Twenty training images."""
+    return draw(tmp_path_factory.mktemp("many"), {"train": {"blue": 10, "red": 10}, "val": {"blue": 6, "red": 6}})
+
+
+def loaded(work, *overrides: str, name: str = "recipe"):
+    return load_recipe(work.recipe, [*overrides, f"log.dir={work.folder / 'runs' / name}"])
+
+
+def stop_at(recipe, kind: str, signum: signal.Signals = signal.SIGINT, *, resume: bool = False, **values: object) -> Interrupted:
+    """Runs fit here and sends this process the signal at an event; returns how it ended."""
+    sent = False
+    with pytest.raises(Interrupted) as stopped:
+        for event in fit(recipe, resume=resume):
+            if not sent and event.kind == kind and all(getattr(event, key) == value for key, value in values.items()):
+                os.kill(os.getpid(), signum)
+                sent = True
+    assert sent
+    return stopped.value
+
+
+def outcome(work, name: str) -> tuple[object, ...]:
+    """Everything of a finished run that does not say how long it took."""
+    losses = [row["loss"] for row in work.events("step_done", name)]
+    scores = [(row["epoch"], row["split"], row["loss"], row["metrics"]) for row in work.events("evaluated", name)]
+    head, *rows = work.path("metrics.csv", name).read_text().splitlines()
+    timed = [head.split(",").index(key) for key in TIMES]
+    table = [[cell for place, cell in enumerate(row.split(",")) if place not in timed] for row in rows]
+    return losses, scores, table, work.path("predictions.csv", name).read_text()
+
+
+def assert_same_end(work, first: str, second: str) -> None:
+    for file in ("best", "last"):
+        one, other = (load_file(work.path(f"weights/{file}.safetensors", name)) for name in (first, second))
+        assert not [name for name in one if not torch.equal(one[name], other[name])]
+    assert outcome(work, first) == outcome(work, second)
+
+
+def test_ctrl_c_in_an_epoch_ends_with_130_and_resumes_to_the_same_bits(open_workshop, many, start, through):
+    """As a terminal sends it, to the loader's workers too: the step is finished and saved, and the rest gives the uninterrupted run."""
+    work = open_workshop(many)
+    folder = work.folder / "runs" / "stopped"
+    process = start("fit", work.recipe, *SETTING, "data.workers=2", f"log.dir={folder}")
+    process.wait_for("step_done", epoch=2, step=2)
+    process.send(signal.SIGINT, to_all=True)
+    done = process.finish()
+    assert done.code == 130, done.err
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    (stopped,) = work.events("run_interrupted", "stopped")
+    assert (stopped["signal"], stopped["epoch"]) == ("SIGINT", 2)
+    assert 2 <= stopped["step"] < 10
+    assert f"epoch 2, step {stopped['step']} of 10; the state was saved; go on with: hiresvis fit" in done.err
+    assert not work.path("report.html", "stopped").exists()
+    resumed = work.fit(*SETTING, "--resume", name="stopped")
+    assert "resumed" in resumed.err.lower()
+    shutil.copytree(through, work.path("", "through"))
+    assert_same_end(work, "stopped", "through")
+    assert [row["resumed_from_epoch"] for row in work.events("run_started", "stopped")] == [None, 2]
+
+
+def test_the_resume_command_that_is_told_works(open_workshop, many):
+    """The line can be pasted as it is, also where a path or an override holds a space."""
+    work = open_workshop(many, name="a folder")
+    stopped = stop_at(loaded(work, *ONE_EPOCH), "step_done", step=3)
+    assert stopped.exit_code == 130
+    command = shlex.split(str(stopped).partition("go on with: ")[2])
+    assert command[:2] == ["hiresvis", "fit"]
+    done = work(*command[1:])
+    assert done.code == 0, done.err
+    assert len(work.events("step_done")) == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("evaluation_step", {"epoch": 1}), ("epoch_done", {"epoch": 1}), ("epoch_started", {"epoch": 2})],
+)
+def test_sigterm_between_steps_ends_with_143_and_resumes_to_the_same_bits(open_workshop, many, kind, values, through):
+    """In evaluation, at the end of an epoch and at the start of the next."""
+    work = open_workshop(many)
+    stopped = stop_at(loaded(work, *SETTING), kind, signal.SIGTERM, **values)
+    assert stopped.exit_code == 143
+    assert "stopped by SIGTERM" in str(stopped)
+    for _ in fit(loaded(work, *SETTING), resume=True):
+        pass
+    shutil.copytree(through, work.path("", "through"))
+    assert_same_end(work, "recipe", "through")
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory, many, make_workshop):
+    """An uninterrupted run to compare with."""
+    work = make_workshop(tmp_path_factory.mktemp("through"), many)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    work.fit(*SETTING, name="through")
+    torch.set_num_threads(threads)
+    return work.path("", "through")
+
+
+def test_ctrl_c_while_testing_at_the_end_is_heard(open_workshop, many):
+    """The last pass over the test images stops as well; resuming does only what is left."""
+    work = open_workshop(many)
+    setting = (*MODEL, f"data.test={many}/val", "train.batch=2", "train.epochs=1")
+    stopped = stop_at(loaded(work, *setting), "epoch_done", epoch=1)
+    assert stopped.exit_code == 130
+    for _ in fit(loaded(work, *setting), resume=True):
+        pass
+    assert len(work.events("step_done")) == 10
+    assert work.path("predictions.csv").is_file()
+
+
+@pytest.mark.parametrize(("kind", "signum", "code"), [("ladder_row", signal.SIGINT, 130), ("run_started", signal.SIGTERM, 143)])
+def test_a_stop_while_the_batch_is_sought_leaves_nothing_behind(open_workshop, many, kind, signum, code):
+    """Nothing was trained, so no run folder stands in the way of the next start."""
+    work = open_workshop(many)
+    stopped = stop_at(loaded(work, *SETTING), kind, signum)
+    assert stopped.exit_code == code
+    assert "nothing was trained" in str(stopped)
+    assert not work.path("").exists()
+
+
+def test_sigterm_to_a_probing_process_ends_with_143(open_workshop, many, start):
+    """The whole command, from outside."""
+    work = open_workshop(many)
+    folder = work.folder / "runs" / "probing"
+    process = start("fit", work.recipe, *SETTING, f"log.dir={folder}")
+    process.wait_for("ladder_row")
+    process.send(signal.SIGTERM)
+    done = process.finish()
+    assert (done.code, done.out) == (143, "")
+    assert "stopped while looking for the batch; nothing was trained" in done.err
+    assert not folder.exists()
+
+
+def test_resume_keeps_the_stored_plan(open_workshop, many):
+    """Batch and micro-batch are the run's own, whatever budget and batch the recipe names now."""
+    work = open_workshop(many)
+    setting = (*MODEL, "data.test=null", "train.epochs=1")
+    stop_at(loaded(work, *setting, "train.batch=4", "memory.micro_batch=2"), "step_done", step=2)
+    before = work.read("plan.json")
+    for _ in fit(loaded(work, *setting, "memory.budget=8GiB", "train.batch=8"), resume=True):
+        pass
+    assert work.read("plan.json") == before
+    assert {row["num_images"] for row in work.events("step_done")} == {4}
+    assert [row["num_steps"] for row in work.events("step_done")] == [5] * 5
+
+
+def test_resume_with_other_classes_is_refused_with_the_difference(open_workshop, draw, tmp_path):
+    """Exit 6, naming what is missing and what is new; the run folder stays as it is."""
+    data = draw(tmp_path / "data", {"train": {"blue": 4, "red": 4}, "val": {"blue": 2, "red": 2}})
+    work = open_workshop(data)
+    setting = ("data.test=null", "train.batch=2", "train.epochs=1")
+    stop_at(loaded(work, *setting), "step_done", step=2)
+    listing = sorted((path, path.stat().st_mtime_ns) for path in work.path("").rglob("*"))
+    for split in ("train", "val"):
+        (data / split / "red").rename(data / split / "green")
+    done = work.fit(*setting, "--resume", ok=False)
+    assert done.code == 6
+    assert "the run knows the classes blue, red, and the data now has blue, green (missing: red; new: green)" in done.err
+    assert sorted((path, path.stat().st_mtime_ns) for path in work.path("").rglob("*")) == listing
+
+
+def test_resume_of_a_finished_run_changes_no_weights(workshop):
+    """There is nothing left to do, and the end is told again."""
+    workshop.fit("train.epochs=1")
+    before = {path.name: path.read_bytes() for path in workshop.path("weights").iterdir()}
+    done = workshop.fit("train.epochs=1", "--resume")
+    assert {path.name: path.read_bytes() for path in workshop.path("weights").iterdir()} == before
+    assert len(workshop.events("run_finished")) == 2
+    assert re.search(r"best +accuracy", done.err)
+
+
+def test_resume_of_nothing_says_so(workshop):
+    """No run folder: exit 6, with its path."""
+    done = workshop.fit("--resume", ok=False)
+    assert done.code == 6
+    assert str(workshop.path("")) in done.err
+    assert not workshop.path("").exists()
