@@ -258,7 +258,7 @@ def test_plan_tells_the_ladder_and_the_parts(workshop):
     done = workshop("plan", workshop.recipe)
     assert done.code == 0
     rungs = re.findall(r"^(\w+) +(\d+|-) +[\d.]+ [KMG]iB +[\d.]+% +\S", done.out, flags=re.MULTILINE)
-    assert [name for name, _ in rungs][0] == "off"
+    assert rungs[0][0] == "off"
     assert rungs[-1] == ("chosen", "6")
     assert re.search(r"predicted peak [\d.]+ [MG]iB of 4\.0 GiB", done.out)
     assert re.search(r"^  weights +[\d.]+ MiB", done.out, flags=re.MULTILINE)

@@ -35,12 +35,16 @@ def loaded(work, *overrides: str, name: str = "recipe"):
 
 def stop_at(recipe, kind: str, signum: signal.Signals = signal.SIGINT, *, resume: bool = False, **values: object) -> Interrupted:
     """Runs fit here and sends this process the signal at an event; returns how it ended."""
-    sent = False
-    with pytest.raises(Interrupted) as stopped:
+    sent = []
+
+    def run() -> None:
         for event in fit(recipe, resume=resume):
             if not sent and event.kind == kind and all(getattr(event, key) == value for key, value in values.items()):
+                sent.append(event)
                 os.kill(os.getpid(), signum)
-                sent = True
+
+    with pytest.raises(Interrupted) as stopped:
+        run()
     assert sent
     return stopped.value
 
