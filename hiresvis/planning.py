@@ -90,7 +90,7 @@ def remedies(loaded: LoadedRecipe, profile: MemoryProfile, stride: int, answer: 
             break
     if profile.precision == "fp32" and fixed + moving // 2 < answer.budget_bytes:
         found.append(f"memory.precision bf16 (about {format_size(fixed + moving // 2)})")
-    if loaded.recipe.model.freeze == "none" and is_pyramid(profile):
+    if loaded.recipe.model.freeze == "none" and is_pyramid(profile) and moving > answer.need_bytes // 3:
         found.append("model.freeze 2: frozen stages keep nothing")
     found.append(f"memory.budget {format_size(answer.need_bytes)} or more")
     return tuple(found)

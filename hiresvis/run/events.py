@@ -61,7 +61,8 @@ class LadderRow(Event):
     """One rung of the ladder table. micro_batch 0: nothing fits at this rung.
 
     verdict: "" (candidate) | "chosen" | "too large" | "out of memory" | "fits"; free text is allowed after it.
-    A row with the same `rung` replaces the earlier one (prediction first, measurement later).
+    A row with the same `rung` replaces the earlier one (prediction first, measurement later); rung 0 without images per second begins
+    a new table, when planning starts again.
     """
 
     kind: ClassVar[str] = "ladder_row"

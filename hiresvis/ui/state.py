@@ -236,7 +236,9 @@ def advance(state: RunState, event: Event) -> RunState:
         case Notice():
             return replace(state, notices=(*state.notices, event))
         case LadderRow():
-            rows = {row.rung: row for row in state.ladder} | {event.rung: event}
+            begins = event.rung == 0 and event.images_per_second is None  # planned again: the old rows are void
+            rows = {} if begins else {row.rung: row for row in state.ladder}
+            rows[event.rung] = event
             return replace(state, ladder=tuple(rows[rung] for rung in sorted(rows)))
         case PlanChosen():
             return replace(state, plans=(*state.plans, event))

@@ -33,9 +33,18 @@ def test_reducer_leaves_the_former_state_as_it_was(make_events: Callable[..., li
 def test_ladder_row_of_the_same_rung_replaces_the_earlier_one(make_events: Callable[..., list[Event]]) -> None:
     """A measurement takes the place of its prediction, and rows stay in the rungs' order."""
     rows = [event for event in make_events(1, 2) if isinstance(event, LadderRow)]
-    state = replay([rows[2], rows[0], rows[-1], replace(rows[0], verdict="later")])
+    first = replace(rows[0], images_per_second=None)
+    state = replay([first, rows[-1], rows[2], replace(first, verdict="later", images_per_second=1.5)])
     assert [row.rung for row in state.ladder] == [0, 2, 4]
     assert state.ladder[0].verdict == "later"
+
+
+def test_planning_again_begins_a_new_ladder(make_events: Callable[..., list[Event]]) -> None:
+    """Rung 0 without a measured rate voids the rows of the plan that did not run."""
+    rows = [event for event in make_events(1, 2) if isinstance(event, LadderRow)]
+    first = replace(rows[0], images_per_second=None)
+    state = replay([first, rows[1], rows[2], replace(first, micro_batch=1)])
+    assert [(row.rung, row.micro_batch) for row in state.ladder] == [(0, 1)]
 
 
 def test_speed_and_data_wait_are_means_of_the_recent_steps() -> None:
