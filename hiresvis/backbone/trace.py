@@ -4,7 +4,8 @@ The model's copy consists of fake CPU tensors, so attention takes the flash kern
 kernel saves as well. Every storage is counted by identity while it is alive, and stamped with the unit that made it.
 Two passes per batch size: forward and backward (a parameter's gradient stays where it is new, and is let go where it is
 added to an older one; both peaks are read off one pass), and a forward that keeps no saved tensor, which is what a
-recomputed segment's first forward does. Two batch sizes make every figure affine in the batch.
+recomputed segment's first forward does. Two batch sizes make every size affine in the batch, and every peak
+the highest of the lines through what was live at the same moment of both.
 
 What it does badly: kernels' own scratch memory is not seen (the probe measures it); CPU autocast rules are used.
 """
@@ -25,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from hiresvis.backbone.chain import Chain, find_chain, first_tensor
 from hiresvis.backbone.flops import forward_flops
 from hiresvis.device import StorageCounter
-from hiresvis.memory.costs import Affine, Kind, MemoryProfile, UnitCosts
+from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, UnitCosts
 
 TRACE_BATCHES = (2, 4)
 MAX_TENSOR_ELEMENTS = 2**31
@@ -38,10 +39,10 @@ class _Interval:
 
     name: str
     forward_entry: int = 0
-    forward_peak: int = 0
-    backward_entry: int | None = None
-    backward_peak: int = 0
-    backward_peak_more: int = 0
+    forward_levels: list[int] = field(default_factory=list)  # live bytes above those at entry, moment by moment
+    backward_entry: int = 0
+    backward_levels: list[int] = field(default_factory=list)
+    backward_more_levels: list[int] = field(default_factory=list)
     flops: int = 0
     operators: int = 0
     made: set[int] = field(default_factory=set)
@@ -79,34 +80,34 @@ class _Recorder(StorageCounter):
                     number = self.number(tensor)
                     if number is not None:
                         interval.casts.add(number)
-        self.note_peak()
+        self.note_level()
         return out
 
     def created(self, number: int) -> None:
         self.intervals[self.now].made.add(number)
-        self.note_peak()
+        self.note_level()
 
-    def note_peak(self) -> None:
+    def note_level(self) -> None:
         interval = self.intervals[self.now]
-        if self.in_backward:
-            interval.backward_peak = max(interval.backward_peak, self.live_bytes)
-            if not self.landing:
-                interval.backward_peak_more = max(interval.backward_peak_more, self.live_bytes - self.landed_bytes)
-        else:
-            interval.forward_peak = max(interval.forward_peak, self.live_bytes)
+        if not self.in_backward:
+            interval.forward_levels.append(self.live_bytes - interval.forward_entry)
+            return
+        level = self.live_bytes - interval.backward_entry
+        interval.backward_levels.append(level)
+        interval.backward_more_levels.append(0 if self.landing else level - self.landed_bytes)
 
     def enter(self, index: int) -> None:
         if self.in_backward:
             return
         self.now = index
         interval = self.intervals[index]
-        interval.forward_entry = interval.forward_peak = self.live_bytes
+        interval.forward_entry = self.live_bytes
         interval.alive_at_entry = self.alive()
 
     def enter_backward(self, index: int) -> None:
         self.now, self.in_backward, self.landed_bytes = index, True, 0
         interval = self.intervals[index]
-        interval.backward_entry = interval.backward_peak = interval.backward_peak_more = self.live_bytes
+        interval.backward_entry = self.live_bytes
 
     def watch_gradient(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Hooks at both ends of a parameter's gradient coming to rest.
@@ -246,20 +247,19 @@ class _Tracer:
             self._loss(batch, recorder)
         return recorder
 
-    def evaluation(self, batch: int) -> int:
-        """Highest live bytes of a forward without gradients, in evaluation mode."""
+    def evaluation(self, batch: int) -> list[int]:
+        """Live bytes above the resident ones, moment by moment, of a forward without gradients in evaluation mode."""
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
-        counter = StorageCounter(self.setting.block)
-        counter.track(_resident(self.model))
-        resident_bytes = counter.live_bytes
-        with self.mode, torch.no_grad(), counter:
+        recorder = self.recorder()
+        recorder.enter(0)
+        with self.mode, torch.no_grad(), recorder:
             images = self.images(batch)
             with torch.autocast("cpu", dtype=self.setting.dtype or torch.bfloat16, enabled=self.setting.dtype is not None):
                 self.model(images)
         for module, was_training in training.items():
             module.training = was_training
-        return counter.peak_bytes - resident_bytes
+        return recorder.intervals[0].forward_levels
 
 
 def trace_costs(
@@ -304,7 +304,8 @@ def trace_costs(
         raise ValueError(f"{name} is no chain of modules: only {len(chain.units)} found that hand a tensor on; nothing can be planned")
     tracer = _Tracer(mode, fake, chain, setting)
     passes = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
-    evaluation = Affine.through(*(value for batch in TRACE_BATCHES for value in (batch, tracer.evaluation(batch))))
+    few, many = TRACE_BATCHES
+    evaluation = Highest.through(few, tracer.evaluation(few), many, tracer.evaluation(many))
     units, boundaries = _assemble(fake, chain, passes)
     weights, buffers = _rounded(fake.parameters(), block), _rounded(fake.buffers(), block)
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
@@ -398,8 +399,13 @@ def _assemble(
         stage, kind = (unit.stage, unit.kind) if unit else (neighbour.stage if index else "stem", "glue")
         kind_value: Kind = kind  # type: ignore[assignment]
 
-        figures = [layout.figures(position, index) for layout in layouts]
-        affine = {name: Affine.through(TRACE_BATCHES[0], figures[0][name], TRACE_BATCHES[1], figures[1][name]) for name in figures[0]}
+        sizes = [layout.sizes(position, index) for layout in layouts]
+        levels = [layout.levels(index) for layout in layouts]
+        few, many = TRACE_BATCHES
+        by_batch: dict[str, Any] = {
+            **{name: Affine.through(few, sizes[0][name], many, sizes[1][name]) for name in sizes[0]},
+            **{name: Highest.through(few, levels[0][name], many, levels[1][name]) for name in levels[0]},
+        }
         mine = gradients[unit.name] if unit else 0
         if unit is None and rest:
             mine, rest = rest, 0
@@ -419,7 +425,7 @@ def _assemble(
                 held=first.held(index),
                 input_gradient=first.input_gradient(index),
                 parameter_gradients=mine,
-                **affine,
+                **by_batch,
             )
         )
     boundaries = tuple(
@@ -453,17 +459,23 @@ class _Layout:
         self.all_saved = set().union(*(interval.saved for interval in intervals))
         self.all_casts = set().union(*(interval.casts for interval in intervals))
 
-    def figures(self, position: int, index: int) -> dict[str, int]:
-        """The figures of one entry that depend on the batch, by the names of `UnitCosts`."""
+    def sizes(self, position: int, index: int) -> dict[str, int]:
+        """What one entry of the chain has that grows with the batch, by the names of `UnitCosts`."""
         return {
             "input": self.boundary_size(position),
             "output": self.boundary_size(position + 1),
             "interior": self.interior(index),
-            "forward_stored": self.forward(self.first, index),
-            "forward_dropped": self.forward(self.dropped, index),
-            "backward_first": self.backward(index),
-            "backward_more": self.backward_more(index),
             "flops": self.first.intervals[index].flops,
+        }
+
+    def levels(self, index: int) -> dict[str, list[int]]:
+        """Live bytes above those at entry, moment by moment, by the names of `UnitCosts`."""
+        interval = self.first.intervals[index]
+        return {
+            "forward_stored": interval.forward_levels,
+            "forward_dropped": self.dropped.intervals[index].forward_levels,
+            "backward_first": interval.backward_levels,
+            "backward_more": interval.backward_more_levels,
         }
 
     def boundary_size(self, position: int) -> int:
@@ -482,19 +494,6 @@ class _Layout:
     def held(self, index: int) -> tuple[int, ...]:
         alive = self.dropped.intervals[index].alive_at_entry
         return tuple(sorted({self.id_of_dropped[number] for number in alive if number in self.id_of_dropped}))
-
-    @staticmethod
-    def forward(recorder: _Recorder, index: int) -> int:
-        interval = recorder.intervals[index]
-        return interval.forward_peak - interval.forward_entry
-
-    def backward(self, index: int) -> int:
-        interval = self.first.intervals[index]
-        return 0 if interval.backward_entry is None else interval.backward_peak - interval.backward_entry
-
-    def backward_more(self, index: int) -> int:
-        interval = self.first.intervals[index]
-        return 0 if interval.backward_entry is None else interval.backward_peak_more - interval.backward_entry
 
     def input_gradient(self, index: int) -> bool:
         interval = self.first.intervals[index]

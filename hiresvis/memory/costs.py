@@ -1,20 +1,21 @@
 """What each unit of a backbone costs in bytes and FLOPs, as integers: the planner's only input.
 
-A `MemoryProfile` is traced once (by `hiresvis.backbone.trace`) and holds for every micro-batch, since every figure
-is affine in it. Boundaries, the tensors handed from unit to unit, are counted by storage: each has a number, and two
-units that hold the same storage name the same number, so a residual or a norm input shared across a border counts once.
+A `MemoryProfile` is traced once (by `hiresvis.backbone.trace`) and holds for every micro-batch, since every size is
+affine in it, and every peak the highest of such lines. Boundaries, the tensors handed from unit to unit, are counted by
+storage: each has a number, and two units that hold the same storage name the same number, so a residual or a norm input
+shared across a border counts once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 Kind = Literal["stem", "block", "downsample", "norm", "head", "glue"]
 Tier = Literal["store", "keep", "recompute", "offload", "chunk", "tile"]
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,49 @@ class Affine:
 
     def __add__(self, other: Affine) -> Affine:
         return Affine(self.base + other.base, self.slope + other.slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Highest:
+    """The highest of several lines, never below zero.
+
+    A peak lies at one operator for small batches (where a weight's gradient is made) and at another for large ones (where an
+    activation is). One line through the peaks of two small batches would predict too little beyond them.
+
+    >>> Highest((Affine(10, 0), Affine(0, 3))).at(2), Highest((Affine(10, 0), Affine(0, 3))).at(9)
+    (10, 27)
+    """
+
+    lines: tuple[Affine, ...] = (Affine(),)
+
+    def at(self, batch: int) -> int:
+        """The highest line at this micro-batch."""
+        return max(line.at(batch) for line in self.lines)
+
+    @classmethod
+    def through(cls, batch_a: int, levels_a: Sequence[int], batch_b: int, levels_b: Sequence[int]) -> Highest:
+        """The highest of the lines through two traces' levels, which are taken at the same moments.
+
+        Traces of different lengths (a model that does something else at another batch) give the one line through their peaks.
+
+        >>> Highest.through(1, [5, 7, 1], 2, [5, 7, 4])
+        Highest(lines=(Affine(base=7, slope=0), Affine(base=-2, slope=3)))
+        """
+        if len(levels_a) != len(levels_b):
+            levels_a, levels_b = [max(levels_a, default=0)], [max(levels_b, default=0)]
+        lines = {Affine.through(batch_a, a, batch_b, b) for a, b in zip(levels_a, levels_b, strict=True)}
+        rest = sorted(lines, key=lambda line: (line.base + line.slope, line.slope))  # by height at one image
+        highest: list[Affine] = []
+        while rest:
+            last = rest.pop() if not highest else min(rest, key=lambda line: (_crossing(highest[-1], line), -line.slope))
+            highest.append(last)
+            rest = [line for line in rest if line.slope > last.slope]
+        return cls(tuple(highest) or (Affine(),))
+
+
+def _crossing(lower: Affine, steeper: Affine) -> float:
+    """The batch from which the steeper line is the higher one."""
+    return (lower.base - steeper.base) / (steeper.slope - lower.slope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +126,10 @@ class UnitCosts:
     interior: Affine
     cast: int
     held: tuple[int, ...]
-    forward_stored: Affine
-    forward_dropped: Affine
-    backward_first: Affine
-    backward_more: Affine
+    forward_stored: Highest
+    forward_dropped: Highest
+    backward_first: Highest
+    backward_more: Highest
     input_gradient: bool
     parameter_gradients: int
     flops: Affine
@@ -104,7 +148,7 @@ class MemoryProfile:
         gradients: bytes of all parameter gradients.
         optimizer_state, optimizer_temporaries: after the first step, and on top during a step.
         ema: bytes of the averaged copy of the weights.
-        evaluation: peak of an evaluation forward above the resident bytes, affine in the evaluation batch.
+        evaluation: peak of an evaluation forward above the resident bytes, by the evaluation batch.
         block_size: allocator granularity in bytes that storages were rounded up to.
         max_batch: where one tensor would reach 2**31 elements, less one.
         versions: torch and timm releases the trace was made with.
@@ -123,7 +167,7 @@ class MemoryProfile:
     optimizer_state: int
     optimizer_temporaries: int
     ema: int
-    evaluation: Affine
+    evaluation: Highest
     block_size: int
     max_batch: int
     versions: Mapping[str, str]
@@ -146,7 +190,7 @@ class MemoryProfile:
         values["boundaries"] = tuple(Affine(**boundary) for boundary in row["boundaries"])
         values["image_size"] = tuple(row["image_size"])
         values["raw_image"] = Affine(**row["raw_image"])
-        values["evaluation"] = Affine(**row["evaluation"])
+        values["evaluation"] = _figure(row["evaluation"])
         return cls(**values)
 
     def boundary_bytes(self, numbers: Iterable[int], batch: int) -> int:
@@ -174,7 +218,11 @@ def _unit_from_json(row: Mapping[str, Any]) -> UnitCosts:
     for field in fields(UnitCosts):
         value = values[field.name]
         if isinstance(value, Mapping):
-            values[field.name] = Affine(**value)
+            values[field.name] = _figure(value)
         elif isinstance(value, list):
             values[field.name] = tuple(value)
     return UnitCosts(**values)
+
+
+def _figure(row: Mapping[str, Any]) -> Affine | Highest:
+    return Highest(tuple(Affine(**line) for line in row["lines"])) if "lines" in row else Affine(**row)
