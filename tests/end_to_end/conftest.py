@@ -71,7 +71,8 @@ class Workshop:
         folder.mkdir(parents=True, exist_ok=True)
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(recipe.format(data=data), encoding="utf-8")
-        self.run_dir = folder / "runs" / "recipe"
+        self.overrides: tuple[str, ...] = ()
+        self.done: Done | None = None
 
     def __call__(self, command: str, *arguments: str | Path) -> Done:
         """Any command line."""
@@ -216,7 +217,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, boards: Path) -> Workshop:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     work = Workshop(tmp_path_factory.mktemp("trained"), boards)
-    work.done = work.fit("model.image_size=96", "train.epochs=3", "train.metric=accuracy")
+    work.overrides = ("model.image_size=96", "train.epochs=3", "train.metric=accuracy")
+    work.done = work.fit(*work.overrides)
     torch.set_num_threads(threads)
     return work
 

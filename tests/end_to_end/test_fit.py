@@ -177,25 +177,19 @@ def test_evaluate_of_other_data_gives_the_same_digits_for_the_same_images(traine
     assert f"data.loss {done.json['data']['loss']}\n" in plain.out
 
 
-def test_evaluate_reads_a_table_with_the_run_s_own_column_names(workshop):
-    """A manifest by --data has the columns that the recipe named."""
+def test_evaluate_repeats_a_held_out_share_and_reads_tables_by_the_run_s_column_names(workshop):
+    """The share is drawn again from the run's seed; a manifest by --data has the columns that the recipe named."""
     rows = [(path, path.parent.name) for path in sorted(workshop.data.glob("train/*/*.png"))]
-    for name in ("train.csv", "other.csv"):
-        text = "file,kind\n" + "".join(f"{path},{kind}\n" for path, kind in rows)
-        (workshop.folder / name).write_text(text)
-    table = workshop.folder / "train.csv"
-    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", "data.image=file", "data.label=kind", "train.epochs=1")
-    done = workshop("evaluate", workshop.path(""), "--data", workshop.folder / "other.csv", "--json")
+    table, other = workshop.folder / "train.csv", workshop.folder / "other.csv"
+    for target in (table, other):
+        target.write_text("file,kind\n" + "".join(f"{path},{kind}\n" for path, kind in rows))
+    columns = ("data.image=file", "data.label=kind")
+    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", *columns, "train.epochs=1", "train.seed=3")
+    (told,) = workshop.events("evaluated")
+    assert workshop("evaluate", workshop.path(""), "--json").json == {"val": {"images": 4, "loss": told["loss"], **told["metrics"]}}
+    done = workshop("evaluate", workshop.path(""), "--data", other, "--json")
     assert done.code == 0, done.err
     assert done.json["data"]["images"] == 16
-
-
-def test_evaluate_finds_the_same_share_again_that_fit_held_out(workshop):
-    """A validation set by fraction is drawn again from the run's seed, and gives the digits of training."""
-    workshop.fit("data.val=0.25", "data.test=null", "train.epochs=1", "train.seed=3")
-    (told,) = workshop.events("evaluated")
-    done = workshop("evaluate", workshop.path(""), "--json")
-    assert done.json == {"val": {"images": 4, "loss": told["loss"], **told["metrics"]}}
 
 
 def test_predict_names_classes_of_files_it_never_saw(trained, tmp_path):
