@@ -1,4 +1,4 @@
-"""Draws one inspection image like a printed circuit board, with or without defects a few pixels wide.
+"""Draws one inspection image like a printed circuit board, with or without defects of 8 to 25 pixels.
 
 The board is first a map of materials, in which a defect is a change of material, so its mask is exact; the camera comes after: colours,
 uneven light, blur, the weave of the laminate, noise. Every length is in pixels whatever the image's size: a larger image shows more
@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 KINDS = ("open", "short", "mousebite", "spur", "pinhole", "copper")
 MASK, TRACE, PAD, HOLE, SILK = range(5)  # materials: solder mask alone, copper under it, bare copper, drilled hole, print
 _BLOCK_PX = 256  # side of the parts that a board is laid out from, about
-_APART_PX = 48  # least distance between two defects
+_APART_PX = 40  # least distance between two defects
 _VISIBLE_PX = 24  # a defect changes at least this many pixels, or it is placed anew
 
 
@@ -82,7 +82,7 @@ def draw_board(size_px: int, style: Style, num_defects: int, rng: np.random.Gene
             part(layout, int(x0) + 6, int(y0) + 6, int(x1) - 6, int(y1) - 6, laying)
     before = layout.material.copy()
     kinds = _add_defects(layout, num_defects, breaking)
-    return Board(_photograph(layout, taking), np.where(before != layout.material, 255, 0).astype(np.uint8), kinds)
+    return Board(_photograph(layout, taking), cv2.compare(before, layout.material, cv2.CMP_NE), kinds)
 
 
 def _edges(size_px: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -112,12 +112,13 @@ def _bus(layout: _Layout, x0: int, y0: int, x1: int, y1: int, rng: np.random.Gen
     side = np.stack([start, start, start + shift, start + shift], axis=1)
     points = np.stack([side, along] if upright else [along, side], axis=-1) + np.array([x0, y0])
     cv2.polylines(layout.material, list(points.astype(np.int32)), False, TRACE, width)
-    for index, row in enumerate(points):
+    lengths = np.abs(np.diff(points, axis=1)).sum(axis=2)
+    for index, (row, long) in enumerate(zip(points.tolist(), (lengths > 3 * pitch).tolist(), strict=True)):
         gap = pitch if index + 1 < num else 0
-        layout.traces += [(*row[a], *row[a + 1], gap) for a in (0, 2) if np.abs(row[a + 1] - row[a]).sum() > 3 * pitch]
-        for x, y in (row[0], row[3]):
-            cv2.circle(layout.material, (int(x), int(y)), width - 1, PAD, -1)
-            cv2.circle(layout.material, (int(x), int(y)), width // 3, HOLE, -1)
+        layout.traces += [(*row[a], *row[a + 1], gap) for a in (0, 2) if long[a]]
+        for end in (row[0], row[3]):
+            cv2.circle(layout.material, end, width - 1, PAD, -1)
+            cv2.circle(layout.material, end, width // 3, HOLE, -1)
 
 
 def _chip(layout: _Layout, x0: int, y0: int, x1: int, y1: int, rng: np.random.Generator) -> None:
