@@ -64,7 +64,7 @@ class _Recorder(StorageCounter):
         self.in_backward = False
         self.landing = False
         self.landed_bytes = 0
-        self.largest_elements = 0
+        self.elements: list[int] = []  # of each operator's output
         self.weight_tensors = weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ class _Recorder(StorageCounter):
         interval = self.intervals[self.now]
         tensor = first_tensor(out)
         if tensor is not None:
-            self.largest_elements = max(self.largest_elements, tensor.numel())
+            self.elements.append(tensor.numel())
             if not self.in_backward:
                 interval.operators += 1
                 interval.flops += forward_flops(func, args, out)
@@ -101,13 +101,13 @@ class _Recorder(StorageCounter):
             return
         self.now = index
         interval = self.intervals[index]
-        interval.forward_entry = self.live_bytes
+        interval.forward_entry, interval.forward_levels = self.live_bytes, []
         interval.alive_at_entry = self.alive()
 
     def enter_backward(self, index: int) -> None:
         self.now, self.in_backward, self.landed_bytes = index, True, 0
         interval = self.intervals[index]
-        interval.backward_entry = self.live_bytes
+        interval.backward_entry, interval.backward_levels, interval.backward_more_levels = self.live_bytes, [], []
 
     def watch_gradient(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Hooks at both ends of a parameter's gradient coming to rest.
@@ -311,7 +311,6 @@ def trace_costs(
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
     with mode:
         state, temporaries = _optimizer_bytes(fake, make_optimizer, clip_grad, block)
-    largest = max(recorder.largest_elements for recorder in passes[1])
     return chain, MemoryProfile(
         model=name,
         image_size=image_size,
@@ -328,9 +327,15 @@ def trace_costs(
         ema=weights + buffers if ema else 0,
         evaluation=evaluation,
         block_size=block,
-        max_batch=max(1, (MAX_TENSOR_ELEMENTS - 1) * TRACE_BATCHES[1] // max(1, largest)),
+        max_batch=_max_batch(Highest.through(few, passes[0][0].elements, many, passes[1][0].elements)),
         versions={"torch": torch.__version__, "timm": timm.__version__},
     )
+
+
+def _max_batch(elements: Highest) -> int:
+    """The most images with which no tensor has MAX_TENSOR_ELEMENTS; those that do not grow with the batch do not count."""
+    growing = [line for line in elements.lines if line.slope > 0]
+    return max(1, min((MAX_TENSOR_ELEMENTS - 1 - line.base) // line.slope for line in growing))
 
 
 def _rounded(tensors: Any, block: int) -> int:

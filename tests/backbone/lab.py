@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import timm
@@ -29,7 +29,7 @@ SMALL: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "convnext_atto": (64, {"depths": (1, 1, 2, 1)}),
     "resnet18": (64, {}),
     "tf_efficientnet_lite0": (64, {}),
-    "swin_tiny_patch4_window7_224": (112, {"img_size": 112, "depths": (2, 1, 1, 1)}),
+    "swin_tiny_patch4_window7_224": (56, {"img_size": 56, "depths": (2, 1, 1, 1)}),
 }
 WITHOUT_DROP_PATH = ("vgg", "tiny_vit")
 
@@ -65,7 +65,7 @@ def trace(model: nn.Module, image_size: tuple[int, int], *, name: str = "model",
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def small_profile(name: str, precision: str = "fp32") -> MemoryProfile:
     """The costs of a model of SMALL, traced once."""
     px, _ = SMALL[name]

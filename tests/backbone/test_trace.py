@@ -34,7 +34,7 @@ def test_predicted_peak_is_that_of_real_steps(lab, name: str, precision: str) ->
     """At a batch beyond the traced ones, stored and recomputed, accumulated and not: within 0.5% of storages counted in real steps."""
     profile, model = lab.small_profile(name, precision), lab.make_model(name)
     plans = lab.five_plans(profile)
-    for plan in ("off", "2") if precision == "fp32" else ("half",):
+    for plan in ("off", "2") if precision == "fp32" else ("half",):  # the others: in the slow test below
         segments = plans[plan]
         measured = lab.measure_steps(model, profile, segments, 5, fake=False)
         for kind, difference in _differences(profile, segments, measured, 5).items():
