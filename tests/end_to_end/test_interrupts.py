@@ -17,7 +17,7 @@ from hiresvis.fit import fit
 from hiresvis.recipe import load_recipe
 
 # Ten steps an epoch, so that a signal sent at one of them arrives in the middle.
-MODEL = ("model.drop_path=0.2", "model.name=test_efficientnet", "train.eval_batch=4")
+MODEL = ("model.drop_path=0.2", "train.eval_batch=4")
 SETTING = (*MODEL, "data.test=null", "train.batch=2", "train.epochs=2")
 ONE_EPOCH = (*SETTING[:-1], "train.epochs=1")
 TIMES = ("seconds", "images_per_second")
