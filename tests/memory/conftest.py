@@ -1,4 +1,4 @@
-"""The planner's small models and measurements, as a module: `lab`."""
+"""Small real models and their traced costs (`lab`), and chains made by hand (`hand`), as modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import torch
 
-LAB = Path(__file__).parent.with_name("backbone") / "lab.py"
+HERE = Path(__file__).parent
 
 
-def _load() -> ModuleType:
-    if "planner_lab" in sys.modules:  # one module for all folders that use it: traces are made once
-        return sys.modules["planner_lab"]
-    spec = importlib.util.spec_from_file_location("planner_lab", LAB)
+def _load(name: str, path: Path) -> ModuleType:
+    if name in sys.modules:  # one module for all folders that use it: traces are made once
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,12 @@ def _load() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def lab() -> ModuleType:
-    return _load()
+    return _load("planner_lab", HERE.parent / "backbone" / "lab.py")
+
+
+@pytest.fixture(scope="session")
+def hand() -> ModuleType:
+    return _load("planner_by_hand", HERE / "by_hand.py")
 
 
 @pytest.fixture(autouse=True)
