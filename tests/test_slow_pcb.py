@@ -91,8 +91,8 @@ def assert_memory_as_predicted(run: Watched) -> None:
     assert run.resident_rise() == pytest.approx(predicted, rel=0.10)
     by_probe = measured["resident_peak_bytes"] - measured["baseline_bytes"]
     assert by_probe == pytest.approx(predicted, rel=0.10)
-    assert re.search(r"peak +predicted [\d.]+ GiB, measured [\d.]+ GiB \(resident size\)", run.screen)
-    assert re.search(r"predicted [\d.]+ GiB, measured [\d.]+ GiB \(counted storages\)", run.screen)
+    assert re.search(r"peak +predicted [\d.]+ [MG]iB, measured [\d.]+ [MG]iB \(resident size\)", run.screen)
+    assert re.search(r"predicted [\d.]+ [MG]iB, measured [\d.]+ [MG]iB \(counted storages\)", run.screen)
 
 
 def test_boards_are_told_apart_at_768_px_within_the_budget(tmp_path):
