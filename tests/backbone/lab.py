@@ -72,6 +72,16 @@ def small_profile(name: str, precision: str = "fp32") -> MemoryProfile:
     return trace(make_model(name), (px, px), name=name, precision=precision)[1]
 
 
+@cache
+def large_profile(name: str) -> MemoryProfile:
+    """The costs of a published model at a size where activations rule, traced once."""
+    px = 512
+    size = {"img_size": px} if name.startswith("vit") else {}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=CLASSES, **size).train().to(memory_format=torch.channels_last)
+    return trace(model, (px, px), name=name)[1]
+
+
 def five_plans(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
     """Store all, three uniform spacings, and the first half recomputed at spacing 1."""
     half = len(profile.units) // 2
