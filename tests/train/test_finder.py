@@ -1,0 +1,337 @@
+"""The finder on the CPU with a real model and real steps: what it returns ran, and it leaves no trace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from hiresvis import device
+from hiresvis.backbone.trace import trace_costs
+from hiresvis.device import Budget
+from hiresvis.errors import DoesNotFit, Interrupted
+from hiresvis.memory.costs import MemoryProfile
+from hiresvis.memory.search import Limits
+from hiresvis.run.events import LadderRow, Notice, PlanChosen
+from hiresvis.train.finder import Finder, MeasuredPeak
+from hiresvis.train.freezing import TrainMode
+from hiresvis.train.optim import build_optimizer
+from hiresvis.train.step import TrainStep
+from hiresvis.train.stop import StopRequest
+from hiresvis.units import MIB
+
+MODEL, PX, BATCH = "test_resnet", 160, 64  # 6 MiB an image, 7 MiB of weights and state
+IMAGE = ((PX, PX, 3), torch.uint8)
+SLACK_BYTES = 60 * MIB  # what a resident size may be off by in a process that has run other tests
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _steady_resident_size(small) -> None:
+    """Freed tensors leave the process, as in every run on the CPU; what libraries load at their first step is loaded."""
+    device.return_memory_to_system()
+    step = small.make_step(MODEL)
+    for _ in range(2):
+        step.accumulate(torch.zeros(16, PX, PX, 3, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64), batch_images=16)
+        step.apply()
+
+
+@cache
+def _profile(small) -> MemoryProfile:
+    step = small.make_step(MODEL)
+    _, profile = trace_costs(
+        step.model,
+        name=MODEL,
+        image_size=(PX, PX),
+        in_chans=3,
+        num_classes=small.CLASSES,
+        precision="fp32",
+        channels_last=False,
+        block=64,
+        raw_image_bytes=PX * PX * 3,
+        make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
+        optimizer_name="adamw",
+        clip_grad=1.0,
+    )
+    return profile
+
+
+def _need(small, micro_batch: int) -> int:
+    """Predicted bytes of this micro-batch, nothing recomputed, without a baseline."""
+    from hiresvis.memory.peak import StepSetting, predict_peak
+    from hiresvis.memory.plan import store_all
+
+    profile = _profile(small)
+    return predict_peak(profile, store_all(profile), micro_batch, StepSetting(accumulates=True, eval_batch=1)).total_bytes
+
+
+class _Recording(Finder):
+    """Remembers every size that ran and what it measured."""
+
+    def probe(self, plan) -> MeasuredPeak:
+        measured = super().probe(plan)
+        self.probed = [*getattr(self, "probed", []), (plan, measured)]
+        return measured
+
+
+def _finder(small, step: TrainStep, room_bytes: int, *, hidden_bytes: int = 0, **kwargs: object) -> _Recording:
+    """A finder with `room_bytes` above the process's present size; `hidden_bytes` of that size are kept from the planner."""
+    device.release()
+    in_use = device.in_use(step.device)
+    weights = sum(device.module_bytes(step.model))
+    budget = Budget(
+        total_bytes=in_use - weights + room_bytes,
+        baseline_bytes=in_use - weights - hidden_bytes,
+        capacity_bytes=2**40,
+        others_bytes=0,
+        reserve_bytes=0,
+        why="given",
+    )
+    given = {"limits": Limits(batch=BATCH), "eval_batch": 2, **kwargs}
+    return _Recording(step=step, train_mode=TrainMode(step.model), profile=_profile(small), budget=budget, raw_image=IMAGE, **given)
+
+
+def _everything(step: TrainStep) -> dict[str, object]:
+    model = step.model
+    return {
+        "tensors": {name: (id(tensor), tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())},
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "wrapped": [name for name, module in model.named_modules() if "forward" in module.__dict__],
+        "optimizer": dict(step.optimizer.state),
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in step.optimizer.param_groups],
+        "random": torch.get_rng_state(),
+        "scaler": step.state_dict(),
+    }
+
+
+def _assert_untouched(before: dict[str, object], after: dict[str, object]) -> None:
+    for name, (identity, value) in before["tensors"].items():
+        assert after["tensors"][name][0] == identity, name
+        assert torch.equal(after["tensors"][name][1], value), name
+    assert torch.equal(before["random"], after["random"])
+    assert all(gradient is None for gradient in after["gradients"])
+    assert after["wrapped"] == []
+    assert after["optimizer"] == {}
+    for part in ("modes", "groups", "scaler"):
+        assert before[part] == after[part], part
+
+
+def _trained(step: TrainStep) -> list[torch.Tensor]:
+    """Two steps from here on, with dropout drawing numbers."""
+    images = torch.randint(0, 256, (6, PX, PX, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        step.accumulate(images, torch.arange(6) % 3, batch_images=6)
+        step.apply()
+    return [tensor.clone() for tensor in step.model.state_dict().values()]
+
+
+def test_finding_leaves_no_trace(small) -> None:
+    """Weights, statistics, optimizer, modes, gradients and random state are bit for bit as before, and so is the training that follows."""
+    untouched, step = small.make_step(MODEL), small.make_step(MODEL)
+    step.model.layer1.eval()
+    untouched.model.layer1.eval()
+    random = torch.get_rng_state()
+    before = _everything(step)
+    finder = _finder(small, step, _need(small, 24) + SLACK_BYTES)
+    list(finder.find())
+    assert finder.found is not None
+    _assert_untouched(before, _everything(step))
+    torch.set_rng_state(random)
+    after_finding = _trained(step)
+    torch.set_rng_state(random)
+    assert all(torch.equal(one, other) for one, other in zip(after_finding, _trained(untouched), strict=True))
+
+
+def test_what_is_returned_ran_within_the_budget(small) -> None:
+    """The found plan is the last that was probed, its measured peak is within the budget, and the events tell the same."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES)
+    events = list(finder.find())
+    plan, measured = finder.probed[-1]
+    assert finder.found.plan is plan
+    assert finder.found.measured is measured
+    assert measured.peak_bytes <= finder.budget.total_bytes
+    assert 16 <= plan.micro_batch <= 64
+    assert (plan.batch, plan.accumulation) == (BATCH, -(-BATCH // plan.micro_batch))
+    chosen = events[-1]
+    assert isinstance(chosen, PlanChosen)
+    assert (chosen.micro_batch, chosen.measured_peak_bytes) == (plan.micro_batch, measured.peak_bytes)
+    rows = [event for event in events if isinstance(event, LadderRow)]
+    assert (rows[0].spacing, rows[-1].verdict, rows[-1].measured_peak_bytes) == ("off", "chosen", measured.peak_bytes)
+
+
+def test_counted_bytes_are_those_predicted(small) -> None:
+    """Live storages in the probe's training steps, loader's images included, are within 2% of the prediction."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES)
+    list(finder.find())
+    plan, measured = finder.found.plan, finder.found.measured
+    assert measured.counted_bytes == pytest.approx(plan.predicted_counted_bytes, rel=0.02)
+
+
+def test_a_size_that_exceeds_the_budget_corrects_the_search(small) -> None:
+    """Bytes that the planner was not told of: the first size runs above the budget, a line says so, a smaller one is returned."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 32), hidden_bytes=200 * MIB)
+    events = list(finder.find())
+    (first, first_measured), (last, last_measured) = finder.probed[0], finder.probed[-1]
+    assert 2 <= len(finder.probed) <= 3
+    assert first_measured.peak_bytes > finder.budget.total_bytes
+    assert last_measured.peak_bytes <= finder.budget.total_bytes
+    assert last.predicted_counted_bytes < first.predicted_counted_bytes
+    assert finder.found.plan is last
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert len(notices) == len(finder.probed) - 1
+    assert f"micro-batch {first.micro_batch} used" in notices[0]
+    assert "Planning again with" in notices[0]
+
+
+class _RunsOut(TrainStep):
+    """Out of memory the first few times, as a device would be: in the middle of a step, with its tensors in the frame."""
+
+    failures = 0
+    eval_most = 10**9
+    at_apply = False
+
+    def accumulate(self, images, targets, *, batch_images):
+        held = torch.zeros(1000)
+        self.held = weakref.ref(held)
+        if self.failures:
+            self.failures -= 1
+            super().accumulate(images[:1], targets[:1], batch_images=batch_images)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().accumulate(images, targets, batch_images=batch_images)
+
+    def apply(self):
+        if self.at_apply:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().apply()
+
+    def predict(self, images):
+        if len(images) > self.eval_most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().predict(images)
+
+
+@pytest.fixture
+def runs_out(small) -> Iterator[_RunsOut]:
+    step = small.make_step(MODEL)
+    step.__class__ = _RunsOut
+    return step
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_out_of_memory_goes_down_and_holds_nothing(small, runs_out: _RunsOut, failures: int) -> None:
+    """A plan that runs out is not tried again: one that needs less is, and is returned when it runs; the dead exception holds nothing."""
+    runs_out.failures = failures
+    before = _everything(runs_out)
+    finder = _finder(small, runs_out, _need(small, 64) + SLACK_BYTES)
+    events = list(finder.find())
+    assert [measured.out_of_memory for _, measured in finder.probed] == [True] * failures + [False]
+    needs = [plan.predicted_counted_bytes for plan, _ in finder.probed]
+    assert needs == sorted(set(needs), reverse=True)
+    assert finder.found.plan is finder.probed[-1][0]
+    assert any(
+        f"micro-batch {finder.probed[0][0].micro_batch} ran out of memory" in event.text for event in events if isinstance(event, Notice)
+    )
+    assert runs_out.held() is None
+    _assert_untouched(before, _everything(runs_out))
+
+
+def test_memory_of_a_failed_probe_is_given_back(small, runs_out: _RunsOut) -> None:
+    """After a probe that ran out with a graph in being, no storage made in it is alive."""
+    runs_out.failures = 1
+    finder = _finder(small, runs_out, _need(small, 64) + SLACK_BYTES)
+    plan = finder.planner(finder.limits, 0)
+    plan = plan.plan(plan.choose(), "")
+    device.release()
+    in_use = device.in_use(runs_out.device)
+    counter = device.StorageCounter()
+    counter.track([*runs_out.model.parameters(), *runs_out.model.buffers()])
+    resident = counter.live_bytes
+    with counter:
+        measured = finder.probe(plan)
+    assert measured.out_of_memory
+    assert counter.live_bytes - resident < 2**16  # scalars and constants at most
+    assert device.in_use(runs_out.device) - in_use < SLACK_BYTES
+
+
+@pytest.mark.parametrize("place", ["training", "optimizer step", "evaluation"])
+def test_running_out_anywhere_is_seen_by_the_probe(small, runs_out: _RunsOut, place: str) -> None:
+    """In training, in the optimizer's step or in evaluation: at most three sizes run, none is returned, and no trace is left."""
+    runs_out.failures = 99 if place == "training" else 0
+    runs_out.at_apply = place == "optimizer step"
+    runs_out.eval_most = 1 if place == "evaluation" else 10**9
+    before = _everything(runs_out)
+    finder = _finder(small, runs_out, _need(small, 16) + SLACK_BYTES)
+    with pytest.raises(DoesNotFit) as caught:
+        list(finder.find())
+    assert 1 <= len(finder.probed) <= 3
+    assert all(measured.out_of_memory for _, measured in finder.probed)
+    assert finder.found is None
+    assert caught.value.exit_code == 4
+    _assert_untouched(before, _everything(runs_out))
+
+
+def test_nothing_fits_by_prediction(small) -> None:
+    """No step runs; the error has the need, the budget, the largest part and the remedies it was given."""
+    finder = _finder(small, small.make_step(MODEL), 3 * MIB, remedies=lambda answer: ("lower model.image_size to 32", "precision bf16"))
+    with pytest.raises(DoesNotFit, match="Micro-batch 1 of test_resnet at 160x160 px does not fit") as caught:
+        list(finder.find())
+    error = caught.value
+    assert not hasattr(finder, "probed")
+    assert error.need_bytes > error.budget_bytes == finder.budget.total_bytes
+    assert error.remedies == ("lower model.image_size to 32", "precision bf16")
+    part, part_bytes = error.largest_part
+    text = str(error)
+    assert f"Largest part: {part}, " in text
+    assert part_bytes < error.need_bytes
+    assert "Ways out: lower model.image_size to 32; precision bf16." in text
+
+
+def test_another_error_is_raised_and_leaves_no_trace(small, runs_out: _RunsOut, monkeypatch) -> None:
+    """An error that is not about memory is not taken for an answer."""
+
+    def fails(images, targets):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(runs_out, "loss_fn", fails)
+    before = _everything(runs_out)
+    finder = _finder(small, runs_out, _need(small, 16) + SLACK_BYTES)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        list(finder.find())
+    _assert_untouched(before, _everything(runs_out))
+
+
+def test_a_stop_ends_the_search_without_a_trace(small) -> None:
+    """A signal while a size runs: Interrupted after it, the model as before."""
+    step, stop = small.make_step(MODEL), StopRequest()
+    before = _everything(step)
+    finder = _finder(small, step, _need(small, 16) + SLACK_BYTES, stop=stop)
+    events = finder.find()
+    assert isinstance(next(events), LadderRow)
+    stop.request()
+    with pytest.raises(Interrupted, match="nothing was trained"):
+        list(events)
+    assert finder.found is None
+    _assert_untouched(before, _everything(step))
+
+
+def test_a_pinned_micro_batch_runs_as_it_is(small) -> None:
+    """memory.micro_batch 5 of a batch of 12: that size is probed, in three passes."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=12, micro_batch=5))
+    list(finder.find())
+    assert [(plan.micro_batch, plan.accumulation) for plan, _ in finder.probed] == [(5, 3)]
+    assert "memory.micro_batch 5 was given" in finder.found.plan.why
+
+
+def test_the_evaluation_batch_does_not_raise_the_peak(small) -> None:
+    """Left to choose, it is the largest up to 16 at which training stays the peak; a given one is kept."""
+    finder = _finder(
+        small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=12, micro_batch=12), eval_batch=None
+    )
+    list(finder.find())
+    assert finder.found.plan.eval_batch == 16
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=12, micro_batch=12), eval_batch=3)
+    list(finder.find())
+    assert finder.found.plan.eval_batch == 3
