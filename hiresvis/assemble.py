@@ -20,7 +20,7 @@ from hiresvis.data.decode import decode
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets, load_datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
-from hiresvis.data.transforms import Scale
+from hiresvis.data.transforms import Pipeline, Scale, make_augment
 from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import Event, Notice
@@ -120,12 +120,27 @@ def check_data(loaded: LoadedRecipe, datasets: Datasets, contract: Contract, *, 
     )
 
 
-def raw_image(contract: Contract, datasets: Datasets) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Shape (height, width, channels) and dtype of one image as the loader gives it, from the first that can be read."""
-    preprocess = contract.preprocess()
+def make_pipeline(loaded: LoadedRecipe, contract: Contract) -> Pipeline:
+    """What a training image goes through after decoding.
+
+    Raises:
+        RecipeError: the augmentation cannot be built, placed at its line.
+    """
+    try:
+        augment = make_augment(loaded.recipe.data.augment, image_size=contract.image_size, in_chans=contract.channels)
+    except RecipeError as error:
+        raise RecipeError([placed(loaded, problem) for problem in error.problems]) from None
+    return Pipeline(contract.preprocess(), augment)
+
+
+def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Shape (height, width, channels) and dtype of one image as the loader gives it, from the first that can be read.
+
+    Decoders and augmentation have then run once, so what they keep is in the process's size before the budget is taken.
+    """
     for sample in datasets.train.samples:
         try:
-            array = preprocess(decode(sample.path, max_pixels=contract.max_pixels, background=contract.background))
+            array = pipeline(decode(sample.path, max_pixels=contract.max_pixels, background=contract.background), 0)
         except DataError:
             continue
         return array.shape, torch.from_numpy(array).dtype
@@ -152,7 +167,7 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, pretra
             image_size=model.image_size,
             in_chans=channels,
             pretrained=weights,
-            drop_path=None if model.drop_path == "auto" or pretrained is False else model.drop_path,
+            drop_path=None if isinstance(model.drop_path, str) or pretrained is False else model.drop_path or None,
             seed=loaded.recipe.train.seed,
         )
     except RecipeError as error:

@@ -25,6 +25,7 @@ CPU_BLOCK_BYTES = 64
 CUDA_CONTEXT_BYTES = 600 * MIB
 CPU_BUDGET_SHARE = 0.8
 CUDA_BUDGET_SHARE = 0.95
+RESERVE_BYTES, RESERVE_SHARE = 48 * MIB, 0.03  # oneDNN's scratch alone came to 2-4% of the live tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Budget:
         baseline_bytes: in use besides weights and activations (interpreter, libraries, GPU context), before the first step.
         capacity_bytes: what the device has.
         others_bytes: what other processes use of it.
+        reserve_bytes: stated share that the planner leaves free for what no count of tensors shows: kernels' scratch memory,
+            fragmentation, decoding.
         why: one line for people.
     """
 
@@ -43,6 +46,7 @@ class Budget:
     baseline_bytes: int
     capacity_bytes: int
     others_bytes: int
+    reserve_bytes: int
     why: str
 
 
@@ -120,7 +124,7 @@ def budget(device: torch.device, wanted: str | int | float, weight_bytes: int) -
     else:
         release()
         baseline = max(0, in_use(device) - weight_bytes)
-    return Budget(limit, baseline, total, others, why)
+    return Budget(limit, baseline, total, others, RESERVE_BYTES + int(limit * RESERVE_SHARE), why)
 
 
 def release() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shlex
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,20 +25,18 @@ from hiresvis.backbone.segments import PlanHandle, apply_plan
 from hiresvis.data.contract import Contract
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, shared_memory_free_bytes
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, make_augment
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, RecipeError, RunFolderError
+from hiresvis.errors import DataError, DoesNotFit, Interrupted, RecipeError, RunFolderError
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.planning import Parts, limits_of, make_parts, plan_json, remedies
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
-from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunStarted
-from hiresvis.train.evaluate import Evaluation
-from hiresvis.train.evaluate import evaluate as evaluate_split
+from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
+from hiresvis.train.evaluate import Evaluation, evaluation_steps
 from hiresvis.train.finder import Finder, plan_chosen
 from hiresvis.train.metrics import auto_metric
-from hiresvis.train.optim import auto_lr, build_schedule, is_transformer
+from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
 from hiresvis.train.progress import Limits as RunLimits
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
@@ -163,6 +162,8 @@ class _Run:
             self.resolution.set("train.ema", False, "this release keeps no average")
         if recipe.optim.loss == "auto":
             self.resolution.set("optim.loss", "cross_entropy", "the task is classify")
+        if recipe.model.drop_path == "auto":
+            self.resolution.set("model.drop_path", 0.0, "the model's own rate; timm's models come without")
         if recipe.data.cache == "auto":
             self.resolution.set("data.cache", "off", "this release decodes every time")
 
@@ -225,13 +226,19 @@ class _Run:
         recipe, resolution = self.loaded.recipe, self.resolution
         if recipe.memory.micro_batch == "auto":
             resolution.set("memory.micro_batch", plan.micro_batch, plan.why)
+        if recipe.memory.spacing == "auto":
+            resolution.set("memory.spacing", "auto", f"{'; '.join(plan.stages)} (plan.json has every unit)")
         if recipe.train.batch == "auto":
             resolution.set("train.batch", plan.batch, "the largest that fits at once")
         if recipe.train.eval_batch == "auto":
             resolution.set("train.eval_batch", plan.eval_batch, "as many as do not raise the peak")
 
     def _settle_training(self, parts: Parts, batch: int) -> _Settled:
-        """Learning rate, metric and workers."""
+        """Learning rate and its schedule, metric and workers.
+
+        Raises:
+            RecipeError: a warm-up longer than the run.
+        """
         recipe, resolution, model = self.loaded.recipe, self.resolution, parts.trainable.model
         lr = recipe.optim.lr
         if lr == "auto":
@@ -256,7 +263,12 @@ class _Run:
                 cores, on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
             )
             resolution.set("data.workers", workers, why)
-        return _Settled(float(lr), metric, workers)
+        steps = -(-len(parts.datasets.train) // batch) * recipe.train.epochs
+        try:
+            schedule = build_schedule(lr=float(lr), schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
+        except ValueError as error:
+            raise RecipeError([self.loaded.problem("optim.warmup", str(error))]) from error
+        return _Settled(schedule, metric, workers)
 
     def _train(
         self, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted_bytes: int, snapshot: Snapshot | None = None
@@ -265,16 +277,10 @@ class _Run:
         recipe, folder = self.loaded.recipe, self.folder
         assert folder is not None
         data, samples = recipe.data, parts.datasets
-        size = parts.contract.image_size
-        try:
-            augment = make_augment(data.augment, image_size=size, in_chans=parts.contract.channels)
-        except RecipeError as error:
-            raise RecipeError([assemble.placed(self.loaded, problem) for problem in error.problems]) from None
         on_gpu = self.device.type == "cuda"
-        preprocess = parts.contract.preprocess()
         train_loader = TrainLoader(
             samples.train.samples,
-            Pipeline(preprocess, augment),
+            parts.pipeline,
             max_pixels=data.max_pixels,
             batch=plan.batch,
             micro_batch=plan.micro_batch,
@@ -284,15 +290,13 @@ class _Run:
             pin=on_gpu,
         )
         val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
-        steps = len(train_loader) * recipe.train.epochs
-        schedule = build_schedule(lr=settled.lr, schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
         meter = PeakMeter(self.device)
         meter.start()
         trainer = Trainer(
             step=step,
             train_loader=train_loader,
             val_loader=val_loader,
-            schedule=schedule,
+            schedule=settled.schedule,
             train_mode=parts.trainable.train_mode,
             limits=RunLimits(
                 epochs=recipe.train.epochs,
@@ -358,9 +362,12 @@ class _Run:
         if not folder.best_weights.is_file():
             return {}
         step.model.load_state_dict(load_file(folder.best_weights))
-        results = {"val": trainer.best_evaluation or self._evaluation(step, parts.datasets.val.samples, parts, plan, settled)}
+        val = trainer.best_evaluation
+        if val is None:
+            val = yield from self._evaluation(step, parts.datasets.val.samples, parts, plan, settled)
+        results = {"val": val}
         if parts.datasets.test is not None:
-            results["test"] = self._evaluation(step, parts.datasets.test.samples, parts, plan, settled)
+            results["test"] = yield from self._evaluation(step, parts.datasets.test.samples, parts, plan, settled)
             found = results["test"]
             value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
             yield Evaluated(
@@ -377,12 +384,36 @@ class _Run:
         folder.write_text("predictions.csv", _predictions_text(results, parts.contract.classes))
         return dict(results["test"].metrics) if "test" in results else {}
 
-    def _evaluation(self, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled) -> Evaluation:
+    def _evaluation(
+        self, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled
+    ) -> Generator[Event, None, Evaluation]:
+        """One split by the best weights; a stop is heeded after each batch."""
         loader = self._eval_loader(samples, parts, plan, settled)
+        steps = evaluation_steps(step, loader, name_of=lambda index: str(samples[index].path))
         try:
-            return evaluate_split(step, loader, name_of=lambda index: str(samples[index].path))
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    return done.value
+                if self.stop.requested:
+                    steps.close()
+                    yield from self._interrupted()
         finally:
             loader.close()
+
+    def _interrupted(self) -> Iterator[Event]:
+        """Leaves after the last epoch, which is saved.
+
+        Raises:
+            Interrupted: always.
+        """
+        epochs, command = self.loaded.recipe.train.epochs, self._command("fit", "--resume")
+        yield RunInterrupted(signal=self.stop.signal_name, epoch=epochs, step=0, resume_command=command)
+        raise Interrupted(
+            f"stopped by {self.stop.signal_name} while the best weights were evaluated; training is done and saved; go on with: {command}",
+            exit_code=self.stop.exit_code,
+        )
 
     def _eval_loader(self, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled) -> EvalLoader:
         return EvalLoader(
@@ -408,12 +439,12 @@ class _Run:
         yield Notice(level="info", text=f"report: {path}")
 
     def _command(self, name: str, *options: str) -> str:
-        return " ".join(["hiresvis", name, str(self.loaded.path), *self.loaded.overrides, *options])
+        return shlex.join(["hiresvis", name, str(self.loaded.path), *self.loaded.overrides, *options])
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    lr: float
+    schedule: Schedule
     metric: str
     workers: int
 

@@ -60,10 +60,12 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
     trained = _open_run(run)
     contract = trained.contract
     if data is not None:
-        splits = {"data": load_dataset(data, classes=contract.classes)}
+        columns = trained.loaded.recipe.data
+        found = load_dataset(data, classes=contract.classes, image_column=columns.image, label_column=columns.label, unseen=columns.unseen)
+        splits = {"data": found}
     else:
-        found = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
-        splits = {name: split for name, split in found.splits().items() if name != "train"}
+        own = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
+        splits = {name: split for name, split in own.splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
         loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)

@@ -15,7 +15,7 @@ from hiresvis.backbone.build import Backbone
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
-from hiresvis.data.transforms import Scale
+from hiresvis.data.transforms import Pipeline, Scale
 from hiresvis.device import Budget, block_bytes, budget, pick_device
 from hiresvis.errors import DataError, RecipeError
 from hiresvis.memory.costs import MemoryProfile
@@ -112,6 +112,7 @@ class Parts:
     profile: MemoryProfile
     budget: Budget
     precision: str
+    pipeline: Pipeline
     raw_image: tuple[tuple[int, int, int], torch.dtype]
 
 
@@ -131,13 +132,14 @@ def make_parts(
         norm: batch statistics as an earlier start of the run settled them (batch | frozen); None: from the recipe.
     """
     precision = assemble.settle_precision(loaded, resolution, device)
-    raw = assemble.raw_image(contract, datasets)
+    pipeline = assemble.make_pipeline(loaded, contract)
+    raw = assemble.raw_image(contract, datasets, pipeline)
     raw_bytes = math.prod(raw[0]) * raw[1].itemsize
     wanted = loaded.recipe.model.norm if norm is None else norm
     trainable, profile, limit = _traced(loaded, resolution, contract, backbone, device, precision, raw_bytes, wanted)
     if loaded.recipe.memory.budget == "auto":
         resolution.set("memory.budget", limit.total_bytes, limit.why)
-    return Parts(datasets, contract, trainable, profile, limit, precision, raw)
+    return Parts(datasets, contract, trainable, profile, limit, precision, pipeline, raw)
 
 
 def _traced(
@@ -157,10 +159,13 @@ def _traced(
     limit = budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers)
     if norm != "auto":
         return trainable, profile, limit
+    if loaded.recipe.model.pretrained is False:
+        resolution.set("model.norm", "batch", "random weights have no statistics to keep")
+        return trainable, profile, limit
     if not assemble.has_batch_norm(trainable.model):
         resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
         return trainable, profile, limit
-    setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes)
+    setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes, reserve_bytes=limit.reserve_bytes)
     answer = Planner(profile, limit.total_bytes, setting, limits_of(loaded)).choose()
     micro, least = answer.micro_batch, assemble.SMALL_MICRO_BATCH
     if not isinstance(answer, NoPlan) and micro >= least:
@@ -284,7 +289,10 @@ def plan(loaded: LoadedRecipe) -> PlanReport:
     limits = limits_of(loaded)
     eval_batch = loaded.recipe.train.eval_batch
     setting = StepSetting(
-        accumulates=False, eval_batch=1 if isinstance(eval_batch, str) else eval_batch, baseline_bytes=limit.baseline_bytes
+        accumulates=False,
+        eval_batch=1 if isinstance(eval_batch, str) else eval_batch,
+        baseline_bytes=limit.baseline_bytes,
+        reserve_bytes=limit.reserve_bytes,
     )
     planner = Planner(profile, limit.total_bytes, setting, limits)
     candidate = planner.choose()

@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 KINDS = ("open", "short", "mousebite", "spur", "pinhole", "copper")
 MASK, TRACE, PAD, HOLE, SILK = range(5)  # materials: solder mask alone, copper under it, bare copper, drilled hole, print
 _BLOCK_PX = 256  # side of the parts that a board is laid out from, about
-_APART_PX = 40  # least distance between two defects
+_APART_PX = 22  # least distance between two defects
 _VISIBLE_PX = 24  # a defect changes at least this many pixels, or it is placed anew
 
 
@@ -250,7 +250,7 @@ def _place(layout: _Layout, kind: str, x: float, y: float, nx: float, ny: float,
         jitter = rng.uniform(-1.5, 1.5, (4, 2))
         cv2.fillPoly(layout.material, [np.rint(np.array(corners) + jitter).astype(np.int32)], MASK)
     elif kind == "short":
-        cv2.line(layout.material, (round(x), round(y)), (round(x + nx * gap), round(y + ny * gap)), TRACE, int(rng.integers(8, 12)))
+        cv2.line(layout.material, (round(x), round(y)), (round(x + nx * gap), round(y + ny * gap)), PAD, int(rng.integers(8, 12)))
     elif kind == "mousebite":
         _blob(layout.material, *edge, rng.uniform(0.55, 0.75) * width, MASK, rng)
     elif kind == "spur":
@@ -258,7 +258,7 @@ def _place(layout: _Layout, kind: str, x: float, y: float, nx: float, ny: float,
     elif kind == "pinhole":
         _blob(layout.material, x, y, rng.uniform(0.34, 0.44) * width, HOLE, rng)
     else:
-        _blob(layout.material, x, y, rng.uniform(6.0, 10.0), TRACE, rng)
+        _blob(layout.material, x, y, rng.uniform(6.0, 10.0), PAD, rng)
     if np.count_nonzero(before != window) >= _VISIBLE_PX:
         return True
     window[:] = before

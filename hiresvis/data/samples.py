@@ -26,7 +26,7 @@ CLASSES = ("defect", "ok")
 COLUMNS = ("path", "split", "label", "kinds", "count", "mask", "group")
 JPEG_QUALITY = 95
 _LOT = 10  # images of one production lot: same colours, fineness and camera; a lot never straddles a split
-_DEFECTS = (40, 80)  # per defective board of 2048 px, fewer or more by area
+_DEFECTS = (200, 360)  # per defective board of 2048 px, fewer or more by area
 _BYTES_PER_PIXEL = 0.7  # of the files, generously
 
 

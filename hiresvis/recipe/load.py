@@ -63,6 +63,7 @@ class LoadedRecipe:
 
     def place(self, key: str) -> str:
         """Where a key's value stands: `recipe.yaml:9:15`; for a default, its section or the file."""
+        key = key.partition("[")[0]  # an item of a list stands with the list
         while key and key not in self.places:
             key = key.rpartition(".")[0]
         return self.places.get(key, str(self.path))

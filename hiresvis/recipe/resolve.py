@@ -68,8 +68,8 @@ class Resolution:
 
     @property
     def unresolved(self) -> tuple[str, ...]:
-        """Keys that still say auto."""
-        return tuple(entry.key for entry in self.entries if entry.value == "auto" and entry.key != "log.ui")
+        """Keys that still say auto, with no reason recorded."""
+        return tuple(entry.key for entry in self.entries if entry.value == "auto" and entry.origin != "auto" and entry.key != "log.ui")
 
     def text(self) -> str:
         """The resolved recipe as YAML, each value with its origin."""

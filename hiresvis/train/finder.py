@@ -106,7 +106,8 @@ class Finder:
             DoesNotFit: no allowed plan fits, by prediction or after `MAX_PROBES` sizes that ran.
             Interrupted: a stop was requested.
         """
-        reserve = 0
+        reserve = self.budget.reserve_bytes
+        most_bytes = self.budget.total_bytes - reserve // 4  # training decodes images beside what a probe does
         measured: MeasuredPeak | None = None
         limits = self.limits
         for attempt in range(1, MAX_PROBES + 1):
@@ -121,7 +122,7 @@ class Finder:
             self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
             measured = self.probe(plan)
             self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
-            if not measured.out_of_memory and measured.peak_bytes <= self.budget.total_bytes:
+            if not measured.out_of_memory and measured.peak_bytes <= most_bytes:
                 rows = measured_rows(rows, planner, measured)
                 yield from rows
                 self.found = Found(plan=plan, measured=measured, ladder=rows)
@@ -160,11 +161,11 @@ class Finder:
         return with_eval_batch(planner, candidate)
 
     def _corrected(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int, limits: Limits) -> tuple[int, Limits]:
-        if measured.out_of_memory:  # how much was missing is not known: leave a tenth, and do not come back to this size
-            most = max(1, plan.micro_batch - 1)
-            return reserve + plan.budget_bytes // 10, limits if limits.micro_batch else replace(limits, most=most)
+        if measured.out_of_memory:  # how much was missing is not known: go a tenth below what this plan was to need
+            free = self.budget.total_bytes - (plan.predicted_peak_bytes - reserve) * 9 // 10
+            return max(reserve, free), limits
         above = measured.peak_bytes - (plan.predicted_peak_bytes - reserve)
-        return max(reserve, int(above * _SAFETY)), limits
+        return max(reserve, int(above * _SAFETY) + self.budget.reserve_bytes // 4), limits
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
         """Run the plan for two training steps and one evaluation step; leaves no trace.

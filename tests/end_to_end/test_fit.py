@@ -99,17 +99,17 @@ def test_plan_json_has_predicted_and_measured_bytes(trained):
     (finished,) = trained.events("run_finished")
     assert finished["counted_peak_bytes"] == measured["counted_peak_bytes"]
     assert finished["predicted_peak_bytes"] == plan["predicted_peak_bytes"]
-    assert re.search(r"peak +predicted [\d.]+ MiB, measured [\d.]+ MiB", trained.done.err)
+    assert re.search(r"peak +predicted [\d.]+ [MG]iB, measured [\d.]+ [MG]iB", trained.done.err)
     assert "counted storages" in trained.done.err
 
 
 def test_the_resolved_recipe_loads_again_with_nothing_left_to_find(trained):
-    """It gives the same values, holds no auto but the view's, and each line says where its value came from."""
+    """It gives the same values, holds no auto but the view's and that of the spacing, which one number cannot say, and each line says where its value came from."""
     path = trained.path("recipe.resolved.yaml")
     again = load_recipe(path)
     text = path.read_text(encoding="utf-8")
-    assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["ui"]
-    assert Resolution(again).unresolved == ()
+    assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["spacing", "ui"]
+    assert Resolution(again).unresolved == ("memory.spacing",)
     keyed = [line for line in text.splitlines() if re.match(r" *\w+: \S", line)]
     assert all(re.search(r"  # (given|default|auto: \S.*)$", line) for line in keyed)
     assert again.recipe.data.classes == ("defect", "ok")
