@@ -58,7 +58,6 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
     walk = _Walk(profile, micro_batch, setting)
     for segment in segments:
         walk.forward(segment)
-    walk.end_of_forward()
     for segment in reversed(segments):
         walk.backward(segment)
     constant = resident_bytes(profile, setting, micro_batch)
@@ -93,8 +92,8 @@ class _Walk:
         self.profile, self.batch, self.setting = profile, batch, setting
         self.kept: list[tuple[int, frozenset[int]]] = []  # (interior bytes, boundaries) per segment so far
         self.gradients = profile.gradients if setting.accumulates else 0
-        self.casts = 0  # weights in the autocast precision, all that the forward's cache holds
-        self.stored_casts = 0  # of these, what stored units keep until their backward
+        self.casts = 0  # weights in the autocast precision that the forward's cache holds; it goes when the forward ends
+        self.stored_casts = 0  # of these, what stored units keep until their backward; recomputed ones make theirs again
         self.peak = 0
         self.where = ""
         self.peak_gradients = 0
@@ -126,10 +125,6 @@ class _Walk:
             if stored:
                 self.stored_casts += unit.cast
                 self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
-
-    def end_of_forward(self) -> None:
-        """The autocast cache goes; stored units keep their own casts, recomputed ones make theirs again."""
-        self.casts = 0
 
     def backward(self, segment: Segment) -> None:
         units = self.profile.units[segment.start : segment.end]

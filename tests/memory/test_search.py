@@ -73,7 +73,7 @@ def chains(draw, *, shared: bool):
                 interior=hand.line(interior),
                 held=(0, index) if index else (0,),
                 cast=draw(st.integers(0, 50)) if shared else 0,
-                forward_stored=hand.peak(interior + draw(sizes)),
+                forward_stored=hand.peak(interior + draw(st.integers(1, 300))),
                 forward_dropped=hand.peak(draw(sizes)),
                 backward_first=hand.peak(draw(sizes)),
                 backward_more=hand.peak(draw(sizes)),

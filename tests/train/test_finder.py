@@ -146,13 +146,15 @@ def test_finding_leaves_no_trace(small) -> None:
 
 
 def test_what_is_returned_ran_within_the_budget(small) -> None:
-    """The found plan is the last that was probed, its measured peak is within the budget, and the events tell the same."""
+    """The found plan is the last that was probed, its measured peak is within the budget, its counted bytes within 2% of those predicted,
+    and the events tell the same."""
     finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES)
     events = list(finder.find())
     plan, measured = finder.probed[-1]
     assert finder.found.plan is plan
     assert finder.found.measured is measured
     assert measured.peak_bytes <= finder.budget.total_bytes
+    assert measured.counted_bytes == pytest.approx(plan.predicted_counted_bytes, rel=0.02)
     assert 16 <= plan.micro_batch <= 64
     assert (plan.batch, plan.accumulation) == (BATCH, -(-BATCH // plan.micro_batch))
     chosen = events[-1]
@@ -160,14 +162,6 @@ def test_what_is_returned_ran_within_the_budget(small) -> None:
     assert (chosen.micro_batch, chosen.measured_peak_bytes) == (plan.micro_batch, measured.peak_bytes)
     rows = [event for event in events if isinstance(event, LadderRow)]
     assert (rows[0].spacing, rows[-1].verdict, rows[-1].measured_peak_bytes) == ("off", "chosen", measured.peak_bytes)
-
-
-def test_counted_bytes_are_those_predicted(small) -> None:
-    """Live storages in the probe's training steps, loader's images included, are within 2% of the prediction."""
-    finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES)
-    list(finder.find())
-    plan, measured = finder.found.plan, finder.found.measured
-    assert measured.counted_bytes == pytest.approx(plan.predicted_counted_bytes, rel=0.02)
 
 
 def test_a_size_that_exceeds_the_budget_corrects_the_search(small) -> None:
