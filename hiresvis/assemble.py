@@ -23,8 +23,7 @@ from hiresvis.data.survey import resolve_channels, resolve_scale
 from hiresvis.data.transforms import Pipeline, Scale, make_augment
 from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.recipe import LoadedRecipe, Resolution
-from hiresvis.run.events import Event, Notice
-from hiresvis.train.finder import device_model
+from hiresvis.run.events import Notice
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
 from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer
@@ -40,7 +39,7 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hiresvis"
 
 
-def draw_sample(loaded: LoadedRecipe) -> Iterator[Event]:
+def draw_sample(loaded: LoadedRecipe) -> Iterator[Notice]:
     """Draws the sample set that the recipe names, when the folder that holds data.train is missing."""
     if loaded.recipe.data.sample is None:
         return
@@ -107,16 +106,24 @@ def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int,
     )
 
 
-def check_data(loaded: LoadedRecipe, datasets: Datasets, contract: Contract, *, fast: bool = False) -> DataReport:
-    """Every file decoded once (results are remembered)."""
+def check_data(
+    loaded: LoadedRecipe,
+    datasets: Datasets,
+    contract: Contract | None,
+    *,
+    fast: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> DataReport:
+    """Every file decoded once (results are remembered); without a contract nothing is held against the model's input."""
     data = loaded.recipe.data
     return check_datasets(
         datasets,
         max_pixels=data.max_pixels,
-        preprocess=contract.preprocess(),
+        preprocess=contract.preprocess() if contract else None,
         bad_images=data.bad_images,
         fast=fast,
         cache_folder=cache_folder(),
+        progress=progress,
     )
 
 
@@ -147,17 +154,17 @@ def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tup
     raise DataError("no image of train can be read; run hiresvis check")
 
 
-def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, pretrained: bool | str | None = None) -> Backbone:
+def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_weights: bool = True) -> Backbone:
     """The timm model of the recipe, problems placed at its lines.
 
     Args:
-        pretrained: instead of the recipe's (False where weights are loaded over it anyway).
+        with_weights: False where weights are loaded over it anyway, or none are needed.
 
     Raises:
         RecipeError: name, size or weights do not fit.
     """
     model = loaded.recipe.model
-    weights = model.pretrained if pretrained is None else pretrained
+    weights = model.pretrained if with_weights else False
     if isinstance(weights, str) and not weights.startswith("package:"):
         weights = str(loaded.resolve_path(weights))
     try:
@@ -167,7 +174,7 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, pretra
             image_size=model.image_size,
             in_chans=channels,
             pretrained=weights,
-            drop_path=None if isinstance(model.drop_path, str) or pretrained is False else model.drop_path or None,
+            drop_path=None if isinstance(model.drop_path, str) else model.drop_path,
             seed=loaded.recipe.train.seed,
         )
     except RecipeError as error:
@@ -190,7 +197,7 @@ class Trainable:
     layer_decay: float | None
 
 
-def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbone, device: torch.device, *, norm: str) -> Trainable:
+def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbone, *, norm: str) -> Trainable:
     """Applies adapt, freeze and the choice for batch statistics (batch | frozen)."""
     recipe, model = loaded.recipe, backbone.model
     try:
@@ -205,7 +212,8 @@ def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbon
     if channels_last == "auto":
         channels_last = True
         resolution.set("memory.channels_last", True, "convolutions are fastest with channels innermost, and images arrive so")
-    device_model(model, device, channels_last=channels_last)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # on the CPU still: the trace works there; `make_step` moves it
     decay = recipe.optim.layer_decay
     if decay == "auto":
         decay, why = auto_layer_decay(model, pretrained=recipe.model.pretrained is not False)
@@ -251,7 +259,8 @@ def describe_model(trainable: Trainable) -> str:
 
 
 def make_step(loaded: LoadedRecipe, trainable: Trainable, contract: Contract, precision: str, device: torch.device) -> TrainStep:
-    """The training step of the recipe."""
+    """The training step of the recipe; the model moves to the device."""
+    trainable.model.to(device)
     optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
     return TrainStep(
         trainable.model,

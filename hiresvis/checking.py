@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from hiresvis import assemble
+from hiresvis.data.contract import Contract
 from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.recipe import LoadedRecipe, Resolution
 
@@ -20,6 +19,7 @@ class CheckReport:
     errors: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
     details: Mapping[str, Any]
+    exit_code: int = DataError.exit_code  # where there are errors
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -47,23 +47,22 @@ def _short_counts(value: Any) -> str:
 def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
     """Recipe, whole data set decoded once, model built: every finding at once."""
     resolution = Resolution(loaded)
-    for _ in assemble.draw_sample(loaded):
-        pass
-    errors: list[Problem] = []
+    drawn = tuple(Problem(event.text) for event in assemble.draw_sample(loaded))
     try:
         datasets = assemble.read_datasets(loaded, resolution)
         channels, scale = assemble.settle_pixels(loaded, resolution, datasets)
     except DataError as error:
         return CheckReport(error.problems, (), {})
+    contract: Contract | None = None
+    refused: tuple[Problem, ...] = ()
     try:
         backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
-        assemble.freeze_parts(loaded, resolution, backbone, torch.device("cpu"), norm="batch")
+        assemble.freeze_parts(loaded, resolution, backbone, norm="batch")
+        contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+        assemble.make_pipeline(loaded, contract)
     except RecipeError as error:
-        errors.extend(error.problems)
-        backbone = None
-    if backbone is None:
-        return CheckReport(tuple(errors), datasets.findings, {})
-    contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+        refused = error.problems
     report = assemble.check_data(loaded, datasets, contract, fast=fast)
     details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings")}
-    return CheckReport((*errors, *report.errors), report.warnings, details)
+    code = RecipeError.exit_code if refused else DataError.exit_code
+    return CheckReport((*refused, *report.errors), (*drawn, *report.warnings), details, code)

@@ -95,12 +95,13 @@ def in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def budget(device: torch.device, wanted: str | int | float, weight_bytes: int) -> Budget:
+def budget(device: torch.device, wanted: str | int | float, weight_bytes: int, *, elsewhere: bool = False) -> Budget:
     """The budget that `memory.budget` asks for.
 
     Args:
         device: where training runs.
         wanted: "auto", bytes, or a share of the capacity (float in 0-1).
+        elsewhere: the size is another device's, so this one's capacity is no limit.
         weight_bytes: parameters and buffers already on the device, so that the baseline excludes them.
 
     Raises:
@@ -115,7 +116,7 @@ def budget(device: torch.device, wanted: str | int | float, weight_bytes: int) -
         limit, why = int(total * wanted), f"{wanted:.0%} of {format_size(total)}"
     else:
         limit, why = int(wanted), "given"
-    if limit > total:
+    if limit > total and not elsewhere:
         raise EnvironmentFailed(
             f"memory.budget is {format_size(limit)}, but the {device.type} device has {format_size(total)}; lower it or use auto"
         )
@@ -180,7 +181,7 @@ class PeakMeter:
         """The highest value since start()."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            return torch.cuda.max_memory_allocated(self.device) + CUDA_CONTEXT_BYTES
+            return torch.cuda.max_memory_reserved(self.device) + CUDA_CONTEXT_BYTES  # fragmentation included
         return max(_high_water(), in_use(self.device))
 
 

@@ -26,7 +26,7 @@ from hiresvis.data.contract import Contract
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, shared_memory_free_bytes
 from hiresvis.data.sources import Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, Interrupted, RecipeError, RunFolderError
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RecipeError, RunFolderError
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.planning import Parts, limits_of, make_parts, plan_json, remedies
 from hiresvis.recipe import LoadedRecipe, Resolution
@@ -65,8 +65,10 @@ def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) ->
         run = _Run(loaded, stop)
         for event in run.resumed() if resume else run.new(dry_run=dry_run):
             stamped = event if event.time else replace(event, time=time.time())
-            run.record(stamped)
+            lost = run.record(stamped)
             yield stamped
+            if lost:
+                yield replace(lost, time=time.time())
 
 
 @dataclass(slots=True)
@@ -80,16 +82,23 @@ class _Run:
     resolution: Resolution = field(init=False)
     device: torch.device = field(init=False)
     told: int = 0
+    record_failed: bool = False
 
     def __post_init__(self) -> None:
         self.resolution = Resolution(self.loaded)
         self.device = pick_device()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: Event) -> Notice | None:
+        """Writes the event to the run folder; a disk that fails is told once, and the run goes on."""
         if self.folder is None:
             self.early.append(event)
-        else:
+            return None
+        try:
             self.folder.record(event)
+        except EnvironmentFailed as error:
+            told, self.record_failed = self.record_failed, True
+            return None if told else Notice(level="error", text=f"{error}; training goes on, its log has gaps")
+        return None
 
     def new(self, *, dry_run: bool) -> Iterator[Event]:
         """A run from the start."""
@@ -115,8 +124,9 @@ class _Run:
         yield from finder.find()
         assert finder.found is not None
         plan = finder.found.plan
+        yield from self._warn_of_small_batches(parts, plan)
         self._settle_plan(plan)
-        settled = self._settle_training(parts, plan.batch)
+        settled = self._settle_training(parts, plan)
         yield from self._autos()
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
@@ -136,16 +146,21 @@ class _Run:
         stored = self.folder.read_json("plan.json")
         snapshot = load_snapshot(self.folder.snapshot)
         if snapshot is None:
-            raise RunFolderError(f"{self.folder.root}: no whole snapshot to go on from; start anew: log.dir=NEW_FOLDER")
+            yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
         plan = CheckpointPlan.from_json(stored["checkpoint_plan"])
         before = Contract.read(self.folder.contract)
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before)
+        if parts.precision != plan.precision:
+            raise RunFolderError(
+                f"{self.folder.root}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
+                "Resume with the run's own recipe, or start a new run."
+            )
         self._settle_plan(plan)
-        settled = self._settle_training(parts, plan.batch)
+        settled = self._settle_training(parts, plan)
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
-        epoch = int(snapshot.state["progress"]["epoch"])
-        yield self._started(parts, batch=plan.batch, resumed_from_epoch=epoch)
+        epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
+        yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
         yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])
         yield from self._train(parts, step, plan, settled, stored["measured"]["counted_peak_bytes"], snapshot)
 
@@ -163,7 +178,7 @@ class _Run:
         if recipe.optim.loss == "auto":
             self.resolution.set("optim.loss", "cross_entropy", "the task is classify")
         if recipe.model.drop_path == "auto":
-            self.resolution.set("model.drop_path", 0.0, "the model's own rate; timm's models come without")
+            self.resolution.set("model.drop_path", "auto", "the model's own rate, which timm sets")
         if recipe.data.cache == "auto":
             self.resolution.set("data.cache", "off", "this release decodes every time")
 
@@ -191,10 +206,12 @@ class _Run:
         for note in backbone.notes:
             yield Notice(level="info", text=note)
         contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+        if before is not None and contract != before:
+            raise RunFolderError(_contract_difference(before, contract, loaded.run_dir))
         if before is None:
             yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
-            report = assemble.check_data(loaded, datasets, contract)
-            self.stop.raise_if_requested("stopped while checking the data; nothing was trained")
+            stopped = "stopped while checking the data; nothing was trained"
+            report = assemble.check_data(loaded, datasets, contract, progress=lambda *_: self.stop.raise_if_requested(stopped))
             for warning in report.warnings:
                 yield Notice(level="warning", text=str(warning))
             if report.errors:
@@ -222,6 +239,14 @@ class _Run:
             resumed_from_epoch=resumed_from_epoch,
         )
 
+    @staticmethod
+    def _warn_of_small_batches(parts: Parts, plan: CheckpointPlan) -> Iterator[Event]:
+        """Batch statistics of few images: the user decides, and is told."""
+        least = assemble.SMALL_MICRO_BATCH
+        if parts.trainable.norm == "batch" and plan.micro_batch < least and assemble.has_batch_norm(parts.trainable.model):
+            text = f"BatchNorm takes its statistics from micro-batches of {plan.micro_batch}; below {least} they are noise: "
+            yield Notice(level="warning", text=text + "raise memory.budget, or set model.norm frozen to keep those of the weights")
+
     def _settle_plan(self, plan: CheckpointPlan) -> None:
         recipe, resolution = self.loaded.recipe, self.resolution
         if recipe.memory.micro_batch == "auto":
@@ -233,13 +258,13 @@ class _Run:
         if recipe.train.eval_batch == "auto":
             resolution.set("train.eval_batch", plan.eval_batch, "as many as do not raise the peak")
 
-    def _settle_training(self, parts: Parts, batch: int) -> _Settled:
+    def _settle_training(self, parts: Parts, plan: CheckpointPlan) -> _Settled:
         """Learning rate and its schedule, metric and workers.
 
         Raises:
             RecipeError: a warm-up longer than the run.
         """
-        recipe, resolution, model = self.loaded.recipe, self.resolution, parts.trainable.model
+        recipe, resolution, model, batch = self.loaded.recipe, self.resolution, parts.trainable.model, plan.batch
         lr = recipe.optim.lr
         if lr == "auto":
             lr, why = auto_lr(
@@ -257,7 +282,7 @@ class _Run:
             resolution.set("train.metric", metric, why)
         workers = recipe.data.workers
         if workers == "auto":
-            micro_bytes = parts.profile.raw_image.slope * batch
+            micro_bytes = parts.profile.raw_image.slope * plan.micro_batch
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             workers, why = auto_workers(
                 cores, on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
@@ -318,12 +343,12 @@ class _Run:
         handle = apply_plan(step.model, plan)
         try:
             yield from self._events(trainer, handle, parts, step, plan, settled, counted_bytes)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFit(
                 f"Memory ran out in training, after the plan had run within {format_size(plan.budget_bytes)}: another process may have "
-                f"taken some. The last snapshot is whole; free memory and go on with: {self._command('fit', '--resume')}",
+                f"taken some. What was saved is whole; free memory and go on with: {self._command('fit', '--resume')}",
                 need_bytes=plan.predicted_peak_bytes,
                 budget_bytes=plan.budget_bytes,
                 largest_part=max(plan.parts.items(), key=lambda part: part[1]),
@@ -349,9 +374,9 @@ class _Run:
                 counted_peak_bytes=counted or None,
                 predicted_counted_bytes=plan.predicted_counted_bytes if counted else None,
             )
+            yield finished  # recorded by now, so the report sees a finished run
             if self.loaded.recipe.log.report:
-                yield from self._report(finished)
-            yield finished
+                yield from self._report()
 
     def _best(
         self, trainer: Trainer, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled
@@ -425,7 +450,7 @@ class _Run:
             pin=self.device.type == "cuda",
         )
 
-    def _report(self, finished: RunFinished) -> Iterator[Event]:
+    def _report(self) -> Iterator[Event]:
         """The page; one that cannot be written is told, and the run is finished all the same."""
         from hiresvis.ui.report import write_report
 
@@ -457,6 +482,12 @@ def _class_difference(before: tuple[str, ...], now: tuple[str, ...], folder: Pat
         f"{folder}: the run knows the classes {', '.join(before)}, and the data now has {', '.join(now)} ({what or 'another order'}). "
         "Resume with the run's own data, or start a new run."
     )
+
+
+def _contract_difference(before: Contract, now: Contract, folder: Path) -> str:
+    old, new = before.to_json(), now.to_json()
+    differ = "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])
+    return f"{folder}: images would be read otherwise than the run has read them ({differ}). Resume with the run's own recipe."
 
 
 def _short(value: Any) -> str:

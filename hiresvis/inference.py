@@ -44,9 +44,9 @@ def _open_run(folder: Path) -> _Trained:
     if not run.best_weights.is_file():
         raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
     device = pick_device()
-    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, pretrained=False)
+    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, with_weights=False)
     backbone.model.load_state_dict(load_file(run.best_weights))
-    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, device, norm=stored["norm"])
+    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, norm=stored["norm"])
     step = assemble.make_step(loaded, trainable, contract, stored["precision"], device)
     return _Trained(loaded, contract, step, int(stored["eval_batch"]))
 

@@ -16,7 +16,7 @@ from hiresvis.backbone.trace import trace_costs
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
 from hiresvis.data.transforms import Pipeline, Scale
-from hiresvis.device import Budget, block_bytes, budget, pick_device
+from hiresvis.device import RESERVE_SHARE, Budget, block_bytes, budget, pick_device
 from hiresvis.errors import DataError, RecipeError
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
@@ -25,7 +25,7 @@ from hiresvis.memory.search import Limits, Planner
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import LadderRow, to_json
 from hiresvis.train.finder import MeasuredPeak, explain, ladder_rows, refusal, with_eval_batch
-from hiresvis.units import format_size
+from hiresvis.units import GIB, format_size
 
 PLAN_FORMAT = 1
 
@@ -61,6 +61,16 @@ def trace(
     return profile
 
 
+def _check_stages(loaded: LoadedRecipe, profile: MemoryProfile) -> None:
+    """A spacing by stage names stages that the model has."""
+    spacing = loaded.recipe.memory.spacing
+    stages = list(dict.fromkeys(unit.stage for unit in profile.units if unit.recomputable))
+    unknown = [name for name in spacing if name not in stages] if isinstance(spacing, dict) else []
+    if unknown:
+        message = f"{profile.model} has no stage {', '.join(unknown)}; it has {', '.join(stages)}"
+        raise RecipeError([loaded.problem("memory.spacing", message)])
+
+
 def limits_of(loaded: LoadedRecipe) -> Limits:
     """What the recipe asks of the search."""
     memory, train = loaded.recipe.memory, loaded.recipe.train
@@ -92,7 +102,9 @@ def remedies(loaded: LoadedRecipe, profile: MemoryProfile, stride: int, answer: 
         found.append(f"memory.precision bf16 (about {format_size(fixed + moving // 2)})")
     if loaded.recipe.model.freeze == "none" and is_pyramid(profile) and moving > answer.need_bytes // 3:
         found.append("model.freeze 2: frozen stages keep nothing")
-    found.append(f"memory.budget {format_size(answer.need_bytes)} or more")
+    # The reserve grows with the budget; rounded up, so that following the advice is enough.
+    tenths = math.ceil(answer.need_bytes * (1 + 2 * RESERVE_SHARE) / GIB * 10)
+    found.append(f"memory.budget {tenths / 10:.1f}GiB or more")
     return tuple(found)
 
 
@@ -151,12 +163,15 @@ def _traced(
     precision: str,
     raw_bytes: int,
     norm: str,
+    *,
+    elsewhere: bool = False,
 ) -> tuple[Trainable, MemoryProfile, Budget]:
     """Costs and budget; under norm auto, batch statistics are frozen when the micro-batch that fits is too small for them."""
     first = "batch" if norm == "auto" else norm
-    trainable = assemble.freeze_parts(loaded, resolution, backbone, device, norm=first)
+    trainable = assemble.freeze_parts(loaded, resolution, backbone, norm=first)
     profile = trace(loaded, trainable, contract, precision, raw_bytes, device)
-    limit = budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers)
+    _check_stages(loaded, profile)
+    limit = budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers, elsewhere=elsewhere)
     if norm != "auto":
         return trainable, profile, limit
     if loaded.recipe.model.pretrained is False:
@@ -173,7 +188,7 @@ def _traced(
         return trainable, profile, limit
     why = f"micro-batch {micro} is below {least}: statistics of so few images are noise; those of the weights are kept"
     resolution.set("model.norm", "frozen", why)
-    trainable = assemble.freeze_parts(loaded, resolution, backbone, device, norm="frozen")
+    trainable = assemble.freeze_parts(loaded, resolution, backbone, norm="frozen")
     return trainable, trace(loaded, trainable, contract, precision, raw_bytes, device), limit
 
 
@@ -281,11 +296,12 @@ def plan(loaded: LoadedRecipe) -> PlanReport:
     """
     resolution, device = Resolution(loaded), pick_device()
     classes, channels = _classes_and_channels(loaded, resolution)
-    backbone = assemble.build_model(loaded, num_classes=len(classes), channels=channels, pretrained=False)
+    backbone = assemble.build_model(loaded, num_classes=len(classes), channels=channels, with_weights=False)
     contract = assemble.make_contract(loaded, classes, channels, Scale(), backbone)
     precision = assemble.settle_precision(loaded, resolution, device)
     raw_bytes = math.prod(contract.image_size) * channels
-    _, profile, limit = _traced(loaded, resolution, contract, backbone, device, precision, raw_bytes, loaded.recipe.model.norm)
+    traced = (contract, backbone, device, precision, raw_bytes, loaded.recipe.model.norm)
+    _, profile, limit = _traced(loaded, resolution, *traced, elsewhere=True)
     limits = limits_of(loaded)
     eval_batch = loaded.recipe.train.eval_batch
     setting = StepSetting(

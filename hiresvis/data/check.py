@@ -178,13 +178,16 @@ def _look_at_all(
             return known
         return _look(sample.path, key or "", max_pixels, preprocess, fast)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="check") as pool:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="check")
+    try:
         for done, (sample, finding) in enumerate(zip(samples, pool.map(look, samples), strict=True), start=1):
             findings[str(sample.path)] = finding
             if finding.key and not (fast and finding.error is None):  # a header alone proves nothing good
                 cache.known[str(sample.path.absolute())] = finding
             if progress is not None:
                 progress(done, len(samples))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a stop does not wait for files that are still in line
     return findings
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import Budget, PeakMeter, StorageCounter, is_out_of_memory, release
@@ -221,6 +220,8 @@ class Finder:
         started = self.clock()
         for _ in range(passes):
             images = self._images(plan.micro_batch)
+            if self.step.device.type == "cuda":
+                torch.cuda.synchronize(self.step.device)
             started = self.clock()
             self.step.accumulate(images, targets, batch_images=plan.batch)
         if self.step.device.type == "cuda":
@@ -245,14 +246,16 @@ class Finder:
         copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*model.parameters(), *model.buffers())]
         cpu_state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
-        scaler = self.step.state_dict()
+        scaler = self.step.scaler
+        # Its own scale: at the first one a step may overflow, be skipped, and leave the optimizer's state out of the measure.
+        self.step.scaler = torch.amp.GradScaler(self.step.device.type, init_scale=1.0, enabled=scaler.is_enabled())
         assert not optimizer.state, "the batch is found before training starts"
         try:
             yield sum(copy.nbytes for _, copy in copies) if self.step.device.type == "cpu" else 0
         finally:
             self.step.discard()
             optimizer.state.clear()
-            self.step.load_state_dict(scaler)
+            self.step.scaler = scaler
             with torch.no_grad():
                 for tensor, copy in copies:
                     tensor.copy_(copy)
@@ -373,9 +376,3 @@ def refusal(profile: MemoryProfile, answer: NoPlan, limits: Limits, remedies: tu
         largest_part=answer.largest_part,
         remedies=remedies,
     )
-
-
-def device_model(model: nn.Module, device: torch.device, *, channels_last: bool) -> nn.Module:
-    """The model on the device, in the memory order it is trained in."""
-    model.to(device)
-    return model.to(memory_format=torch.channels_last) if channels_last else model

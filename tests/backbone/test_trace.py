@@ -88,13 +88,12 @@ def test_a_frozen_stem_and_stages_save_nothing_and_get_no_gradient(lab) -> None:
 
 
 def test_a_rectangle_is_traced_as_it_is(lab) -> None:
-    """(height, width) is not swapped or squared: the stem's output has that many positions, and the peak is right."""
-    model = lab.make_model("resnet18")
-    chain, profile = lab.trace(model, (96, 32))
+    """(height, width) is not swapped (a ViT built for it would refuse) or squared: FLOPs are those of its tokens, and the peak is right."""
+    model = lab.make_model("vit_tiny_patch16_224", img_size=(96, 32), depth=2)
+    _, profile = lab.trace(model, (96, 32))
     by_name = {unit.name: unit for unit in profile.units}
-    assert by_name["conv1"].output.slope == 64 * 48 * 16 * 4
-    assert by_name["conv1"].flops.slope == 2 * 3 * 7 * 7 * 64 * 48 * 16
-    assert chain.names[0] == "conv1"
+    assert by_name["patch_embed"].flops.slope == 2 * (6 * 2) * 192 * 3 * 16 * 16
+    assert by_name["blocks.0"].output.slope == (6 * 2 + 1) * 192 * 4
     assert profile.image_size == (96, 32)
     segments = lab.five_plans(profile)["1"]
     measured = lab.measure_steps(model, profile, segments, 5, fake=False)

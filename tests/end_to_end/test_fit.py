@@ -104,12 +104,12 @@ def test_plan_json_has_predicted_and_measured_bytes(trained):
 
 
 def test_the_resolved_recipe_loads_again_with_nothing_left_to_find(trained):
-    """It gives the same values, holds no auto but the view's and that of the spacing, which one number cannot say, and each line says where its value came from."""
+    """It gives the same values, no auto is left but for what one number cannot say, and each line says where its value came from."""
     path = trained.path("recipe.resolved.yaml")
     again = load_recipe(path)
     text = path.read_text(encoding="utf-8")
-    assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["spacing", "ui"]
-    assert Resolution(again).unresolved == ("memory.spacing",)
+    assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["drop_path", "spacing", "ui"]
+    assert Resolution(again).unresolved == ("model.drop_path", "memory.spacing")
     keyed = [line for line in text.splitlines() if re.match(r" *\w+: \S", line)]
     assert all(re.search(r"  # (given|default|auto: \S.*)$", line) for line in keyed)
     assert again.recipe.data.classes == ("defect", "ok")
