@@ -205,6 +205,13 @@ def test_nothing_names_the_machine_it_was_made_on():
     assert not said, "\n".join(said)
 
 
+def test_no_text_waits_to_be_filled_in():
+    """No shipped text holds a placeholder."""
+    mark = "@" * 2
+    found = [path.name for path in shipped_files() if path.suffix in {".md", ".yaml", ".toml"} and mark in path.read_text(encoding="utf-8")]
+    assert found == []
+
+
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
