@@ -190,8 +190,8 @@ class _Program:
         while end <= len(units) and units[end - 1].recomputable:
             option = self._recomputed(start, end, opening_kept)
             yield option
-            if option.need > self.room:
-                return  # a longer segment needs more
+            if option.need - units[end - 1].output.at(self.batch) - self._gradients(end - 1) > self.room:
+                return  # a longer segment needs more, but for what its second run finds there: its output's gradient, and later units'
             end += 1
 
     def _kept_before(self, unit: UnitCosts, opening_kept: bool) -> set[int]:
