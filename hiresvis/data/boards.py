@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 KINDS = ("open", "short", "mousebite", "spur", "pinhole", "copper")
 MASK, TRACE, PAD, HOLE, SILK = range(5)  # materials: solder mask alone, copper under it, bare copper, drilled hole, print
 _BLOCK_PX = 256  # side of the parts that a board is laid out from, about
-_APART_PX = 22  # least distance between two defects
+_APART_PX = 28  # least distance between two defects
 _VISIBLE_PX = 24  # a defect changes at least this many pixels, or it is placed anew
 
 

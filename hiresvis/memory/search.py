@@ -125,8 +125,12 @@ class _Program:
 
     def __init__(self, profile: MemoryProfile, batch: int, room: int, setting: StepSetting) -> None:
         self.profile, self.batch, self.room, self.setting = profile, batch, room, setting
-        self.grid = max(GRID_BYTES, GRID_BYTES * ceil(room / (MAX_GRID_POINTS * GRID_BYTES)))
-        self.points = room // self.grid + 1
+        everything = profile.boundary_bytes((profile.units[0].input_id,), batch)
+        for unit in profile.units:  # an upper bound: a boundary is counted with each unit that keeps it, as the options may
+            everything += unit.interior.at(batch) + profile.boundary_bytes(unit.saves, batch) + unit.input.at(batch)
+        self.grid = GRID_BYTES * max(1, ceil(everything / (MAX_GRID_POINTS * GRID_BYTES)))
+        most_kept = everything + (2 * len(profile.units) + 2) * self.grid  # every amount is rounded up
+        self.points = min(room, most_kept) // self.grid + 1
         self.images_id = profile.units[0].input_id
         self.casts = [0]
         for unit in profile.units:
@@ -296,9 +300,9 @@ class Planner:
             room = self.budget_bytes - constant
             while (searched := best_segments(self.profile, micro_batch, room, setting)) is not None:
                 found.append(self.score(searched, micro_batch))
-                if self.fits(found[-1]):
+                if self.fits(found[-1]) or found[-1].peak.where in ("evaluation", "optimizer step"):  # which no plan changes
                     break
-                room -= found[-1].peak.total_bytes - self.budget_bytes  # the walk saw more than the program: ask for less
+                room -= max(GRID_BYTES, found[-1].peak.total_bytes - self.budget_bytes)  # the walk saw more than the program: ask for less
             found.extend(self.score(segments, micro_batch) for segments in self._simple())
         fitting = [candidate for candidate in found if self.fits(candidate)]
         return min(fitting, key=lambda candidate: (candidate.recomputed_flops, candidate.peak.total_bytes), default=None)

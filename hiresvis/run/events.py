@@ -34,7 +34,7 @@ class RunStarted(Event):
     device: str
     budget_bytes: int
     capacity_bytes: int
-    resumed_from_epoch: int | None = None
+    resumed_from_epoch: int | None = None  # whole epochs done before; None: a new run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
