@@ -347,9 +347,8 @@ class Planner:
             micro = self._fastest(largest)
         else:
             micro = balanced(self.limits.batch, largest)
-        candidate = self.best(micro)
-        assert candidate is not None, "a smaller micro-batch than one that fits does not fit"
-        return candidate
+        # Persisting gradients, or the grid, can refuse a smaller micro-batch where a larger one fits.
+        return self.best(micro) or self.best(largest) or self.refusal(micro)
 
     def _fastest(self, largest: int) -> int:
         """The micro-batch with the least recompute; among equals the largest."""
