@@ -108,9 +108,8 @@ class Finder:
         reserve = self.budget.reserve_bytes
         most_bytes = self.budget.total_bytes - reserve // 4  # training decodes images beside what a probe does
         measured: MeasuredPeak | None = None
-        limits = self.limits
         for attempt in range(1, MAX_PROBES + 1):
-            planner = self.planner(limits, reserve)
+            planner = self.planner(self.limits, reserve)
             candidate = planner.choose()
             if isinstance(candidate, NoPlan):
                 raise refusal(self.profile, candidate, self.limits, self.remedies(candidate))
@@ -125,9 +124,9 @@ class Finder:
                 rows = measured_rows(rows, planner, measured)
                 yield from rows
                 self.found = Found(plan=plan, measured=measured, ladder=rows)
-                yield self._chosen(plan, measured)
+                yield plan_chosen(plan, measured.peak_bytes)
                 return
-            reserve, limits = self._corrected(plan, measured, reserve, limits)
+            reserve = self._corrected(plan, measured, reserve)
             what = "ran out of memory" if measured.out_of_memory else f"used {format_size(measured.peak_bytes)}"
             yield Notice(
                 level="warning",
@@ -159,12 +158,12 @@ class Finder:
             return planner
         return with_eval_batch(planner, candidate)
 
-    def _corrected(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int, limits: Limits) -> tuple[int, Limits]:
+    def _corrected(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int) -> int:
         if measured.out_of_memory:  # how much was missing is not known: go a tenth below what this plan was to need
             free = self.budget.total_bytes - (plan.predicted_peak_bytes - reserve) * 9 // 10
-            return max(reserve, free), limits
+            return max(reserve, free)
         above = measured.peak_bytes - (plan.predicted_peak_bytes - reserve)
-        return max(reserve, int(above * _SAFETY) + self.budget.reserve_bytes // 4), limits
+        return max(reserve, int(above * _SAFETY) + self.budget.reserve_bytes // 4)
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
         """Run the plan for two training steps and one evaluation step; leaves no trace.
@@ -264,9 +263,6 @@ class Finder:
             torch.set_rng_state(cpu_state)
             if cuda_state is not None:
                 torch.cuda.set_rng_state(cuda_state, self.step.device)
-
-    def _chosen(self, plan: CheckpointPlan, measured: MeasuredPeak) -> PlanChosen:
-        return plan_chosen(plan, measured.peak_bytes)
 
 
 def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanChosen:
