@@ -46,26 +46,17 @@ def _assert_same(folder: Path, other: Path) -> None:
 
 
 class _Child:
-    """The small run of two epochs in its own process, slow enough for signals to hit: a fork of this one, or a fresh interpreter."""
+    """The small run of two epochs in its own interpreter, slow enough for signals to hit. (A fork of this one could not run backward.)"""
 
-    def __init__(self, small, folder: Path, model: str, *, fresh: bool) -> None:
-        arguments = [str(folder), model, "2", "--slow"]
+    def __init__(self, folder: Path, model: str) -> None:
         reading, writing = os.pipe()
-        if fresh:
-            environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
-            self.pid = os.posix_spawn(
-                sys.executable, [sys.executable, str(SCRIPT), *arguments], environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)]
-            )
-        elif (pid := os.fork()) == 0:
-            os.dup2(writing, 1)
-            sys.stdout = os.fdopen(1, "w")
-            code = 1
-            try:
-                code = small.main(arguments)
-            finally:
-                os._exit(code)
-        else:
-            self.pid = pid
+        environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+        self.pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, str(SCRIPT), str(folder), model, "2", "--slow"],
+            environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)],
+        )
         os.close(writing)
         self.lines = os.fdopen(reading)
 
@@ -239,17 +230,17 @@ def test_handlers_are_as_before_when_the_run_is_over(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("signum", "where", "code", "fresh"),
+    ("signum", "where", "code"),
     [
-        (signal.SIGINT, "step_done 1 2", 130, True),
-        (signal.SIGINT, "evaluation_step 1 1", 130, False),
-        (signal.SIGTERM, "step_done 2 1", 143, False),
+        (signal.SIGINT, "step_done 1 2", 130),
+        (signal.SIGINT, "evaluation_step 1 1", 130),
+        (signal.SIGTERM, "step_done 2 1", 143),
     ],
 )
-def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp_path, signum, where, code, fresh):
+def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp_path, signum, where, code):
     """A process that gets SIGINT or SIGTERM in training or evaluation ends with 130 or 143; resumed, it equals one left in peace."""
     folder = tmp_path / "stopped"
-    exit_code, rest = _Child(small, folder, "test_resnet", fresh=fresh).signal_at(where, signum)
+    exit_code, rest = _Child(folder, "test_resnet").signal_at(where, signum)
     assert exit_code == code
     assert rest[-2] == "interrupted"
     assert sum(line.startswith(("step_done", "evaluation_step")) for line in rest) <= 1
@@ -263,7 +254,7 @@ def test_signal_saves_exits_with_its_code_and_the_run_goes_on_exactly(small, tmp
 def test_killed_run_resumes_from_its_last_snapshot_and_ends_the_same(small, tmp_path):
     """kill -9 after the first epoch: the run resumes there and ends with the bits of an undisturbed one."""
     folder = tmp_path / "killed"
-    assert _Child(small, folder, "test_vit", fresh=False).signal_at("step_done 2 1", signal.SIGKILL)[0] == -signal.SIGKILL
+    assert _Child(folder, "test_vit").signal_at("step_done 2 1", signal.SIGKILL)[0] == -signal.SIGKILL
     resumed = small.make_trainer(folder)
     resumed.restore(load_snapshot(folder / "snapshot"))
     assert resumed.progress.epoch == 2
