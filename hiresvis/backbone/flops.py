@@ -38,6 +38,17 @@ _ATTENTION = {
 }
 
 
+# Operators that cost so much that keeping their output can be worth it.
+PRODUCTS = {
+    aten.convolution.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    *_ATTENTION,
+}
+
+
 def forward_flops(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """FLOPs of one forward operator call (aten level); 0 for what is not a product."""
     if func is aten.convolution.default:

@@ -13,22 +13,32 @@ What makes a second run give the same numbers and leave no second trace:
 - autocast: the second run has the first one's settings.
 A changed input, or another number of saved tensors, raises; nothing is ever guessed.
 
+A plan may ask for more than one second run. In a *nested* segment the first rerun only notes each unit's input; the units
+are then run again one by one, from the last, and a unit may itself be run in passes that each fill one part of its places.
+Outputs of operators that a plan *keeps* are held from the first forward and handed out in place of running them again. An
+*offloaded* segment has its input and kept outputs in host memory until backward comes near (`backbone.host`).
+
 Module hooks (`register_forward_hook`) of modules inside a segment fire again in the second run.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hiresvis.backbone.chain import first_tensor
+from hiresvis.backbone.flops import PRODUCTS
+from hiresvis.backbone.host import HostMemory, Offloaded
 from hiresvis.memory.plan import CheckpointPlan, Segment
 
 
@@ -39,10 +49,10 @@ class _AllFilled(Exception):
 class _Place:
     """Stands for one saved tensor; autograd holds it, so it lives exactly as long as the tensor would have."""
 
-    __slots__ = ("__weakref__", "frame", "value")
+    __slots__ = ("__weakref__", "frame", "number", "value")
 
-    def __init__(self, frame: _Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: _Frame, number: int) -> None:
+        self.frame, self.number = frame, number
         self.value: torch.Tensor | None = None
 
 
@@ -82,6 +92,73 @@ class _Autocast:
             yield
 
 
+@dataclass(slots=True)
+class _Output:
+    """What an operator returned: its tensors, and whatever else (an attention kernel also returns sizes and seeds)."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @classmethod
+    def of(cls, out: Any) -> _Output:
+        leaves, spec = tree_flatten(out)
+        held = cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        held.versions = [tensor._version for tensor in held.tensors]
+        return held
+
+    def replace(self, tensors: Iterable[torch.Tensor]) -> None:
+        new = iter(tensors)
+        self.leaves = [next(new) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        self.versions = [tensor._version for tensor in self.tensors]
+
+    def again(self) -> Any:
+        """The same value in other objects over the same memory: autograd marks what an operator returns."""
+        return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.spec)
+
+    def unchanged(self) -> bool:
+        return self.versions == [tensor._version for tensor in self.tensors]
+
+
+class _Kept(TorchDispatchMode):
+    """Holds the outputs of a unit's costly operators in the first forward, and hands them out in a second run."""
+
+    def __init__(self, keep: Sequence[int], outputs: dict[int, _Output] | None = None) -> None:
+        super().__init__()
+        self.keep = frozenset(keep)
+        self.replaying = outputs is not None
+        self.outputs: dict[int, _Output] = {} if outputs is None else outputs
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        number, self.number = self.number, self.number + 1
+        if self.replaying and number in self.keep:
+            return self.outputs[number].again()
+        out = func(*args, **(kwargs or {}))
+        if number in self.keep:
+            self.outputs[number] = _Output.of(out)
+        return out
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for output in self.outputs.values() for tensor in output.tensors]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One second run: which unit it begins and ends with, and which places it fills."""
+
+    unit: int
+    first: int
+    end: int
+
+
 class _Frame:
     """One forward of one segment: what is needed to run it again."""
 
@@ -90,63 +167,130 @@ class _Frame:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         tensor = first_tensor(args)
         assert tensor is not None
-        self.input = tensor.detach().requires_grad_(tensor.requires_grad)
+        self.fake = isinstance(tensor, FakeTensor)
+        self.device = device
+        self.inputs: dict[int, torch.Tensor] = {0: tensor.detach().requires_grad_(tensor.requires_grad)}  # by unit
+        self.requires_grad = [tensor.requires_grad]
         self.input_version = tensor._version
-        self.random: _RandomState | None = None if isinstance(tensor, FakeTensor) else _RandomState(device)
+        self.random: list[_RandomState | None] = []  # at each unit's start
         self.autocast = _Autocast(device.type)
         self.places: list[weakref.ref[_Place]] = []
+        self.unit_places: list[int] = []  # the first place of each unit
         self.changed: list[nn.Module] = []
+        self.kept: _Kept | None = _Kept(segment.keep) if segment.keep else None
+        self.away: Offloaded | None = None
+
+    def begin_unit(self, tensor: torch.Tensor) -> None:
+        """The next unit of the first forward begins."""
+        if self.unit_places:
+            self.requires_grad.append(tensor.requires_grad)
+        self.unit_places.append(len(self.places))
+        self.random.append(None if self.fake else _RandomState(self.device))
+
+    def finish(self) -> None:
+        """The first forward is over: random states that nobody drew from are forgotten, and what is offloaded leaves."""
+        first = self.random[0]
+        if first is not None and first.same_as(_RandomState(self.device)):
+            self.random = [None] * len(self.random)
+        if self.segment.offload:
+            kept = self.kept.tensors if self.kept else []
+            self.away = Offloaded([self.inputs.pop(0), *kept], self.segment.host)
+            for output in self.kept.outputs.values() if self.kept else ():
+                output.replace(torch.empty(0, device="meta") for _ in output.tensors)
 
     def pack(self, tensor: torch.Tensor) -> _Place:
-        place = _Place(self)
+        place = _Place(self, len(self.places))
         self.places.append(weakref.ref(place))
         return place
 
     @staticmethod
     def unpack(place: _Place) -> torch.Tensor:
         if place.value is None:
-            place.frame.recompute()
+            place.frame.recompute(place.number)
             assert place.value is not None
         return place.value
 
-    def recompute(self) -> None:
-        """Run the segment again and fill the places that backward still holds."""
-        if self.input._version != self.input_version:
+    def _run_for(self, number: int) -> _Run:
+        """The run that fills this place."""
+        if not self.segment.passes:
+            return _Run(self.segment.unit_of[-1], 0, len(self.places))
+        unit = max(index for index, first in enumerate(self.unit_places) if first <= number)
+        first = self.unit_places[unit]
+        last = self.unit_places[unit + 1] if unit + 1 < len(self.unit_places) else len(self.places)
+        edges = [first, *(first + border for border in self.segment.passes[unit]), last]
+        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+            if begin <= number < end:
+                return _Run(unit, begin, end)
+        raise AssertionError((number, edges))
+
+    def _bring_back(self) -> None:
+        """Take what was offloaded."""
+        if self.away is None:
+            return
+        found = iter(self.away.take())
+        self.inputs[0] = next(found).requires_grad_(self.requires_grad[0])
+        self.input_version = self.inputs[0]._version
+        for output in self.kept.outputs.values() if self.kept else ():
+            output.replace(next(found) for _ in output.tensors)
+        self.away = None
+
+    def _check_unchanged(self) -> None:
+        label = self.segment.label
+        if self.inputs[0]._version != self.input_version:
             raise RuntimeError(
-                f"cannot recompute {self.segment.label}: its input was changed in place after the forward "
-                f"(version {self.input._version}, was {self.input_version}); plan again with this unit stored"
+                f"cannot recompute {label}: its input was changed in place after the forward "
+                f"(version {self.inputs[0]._version}, was {self.input_version}); plan again with this unit stored"
             )
-        filled = 0
+        for number, output in self.kept.outputs.items() if self.kept else ():
+            if not output.unchanged():
+                raise RuntimeError(f"cannot recompute {label}: kept output {number} was changed in place; plan again without keeping it")
+
+    def recompute(self, number: int) -> None:
+        """Run what is needed again and fill the places that belong together with this one and that backward still holds."""
+        self._bring_back()
+        self._check_unchanged()
+        run = self._run_for(number)
+        begin = max(unit for unit in self.inputs if unit <= run.unit)
+        for unit in [unit for unit in self.inputs if unit > run.unit]:
+            del self.inputs[unit]
+        now = self.unit_places[begin] if self.segment.passes else 0
 
         def fill(tensor: torch.Tensor) -> None:
-            nonlocal filled
-            if filled == len(self.places):
-                raise RuntimeError(f"recomputing {self.segment.label} saves more tensors than its forward did ({filled})")
-            place = self.places[filled]()
+            nonlocal now
+            if now >= run.end:
+                raise RuntimeError(f"recomputing {self.segment.label} saves more tensors than its forward did ({run.end})")
+            place = self.places[now]() if now >= run.first else None
             if place is not None:
                 place.value = tensor.detach()
-            filled += 1
-            if filled == len(self.places):
+            now += 1
+            if now == run.end:
                 raise _AllFilled
 
         def refuse(_: None) -> torch.Tensor:
             raise AssertionError("the graph of a recompute is never walked")
 
         with ExitStack() as stack:
-            if self.random is not None:
-                stack.callback(_RandomState(self.random.device).restore)
-                self.random.restore()
+            state = self.random[begin]
+            if state is not None:
+                stack.callback(_RandomState(self.device).restore)
+                state.restore()
             stack.enter_context(_cloned_buffers(self.changed))
             stack.enter_context(self.autocast.entered())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, refuse))
+            if self.kept:
+                stack.enter_context(_Kept(self.segment.keep, self.kept.outputs))
             with suppress(_AllFilled):
-                self.segment.run_again(self.input, self.calls)
-        if filled != len(self.places):
+                self.segment.run_again(self, begin, run.unit)
+        if now != run.end:
             raise RuntimeError(
-                f"recomputing {self.segment.label} saved {filled} tensors, its forward {len(self.places)}; "
+                f"recomputing {self.segment.label} saved {now} tensors, its forward {run.end}; "
                 "the model does not do the same twice, so it cannot be checkpointed here"
             )
+
+    def note_input(self, unit: int, tensor: torch.Tensor) -> None:
+        """A unit's input in a nested rerun: later reruns start there."""
+        self.inputs[unit] = tensor.detach().requires_grad_(self.requires_grad[unit])
 
 
 @contextmanager
@@ -162,13 +306,22 @@ def _cloned_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _SegmentRunner:
-    """The modules of one segment, and the state of its forward while it is under way."""
+    """The modules of one segment, and the state of its forward while it is under way.
 
-    def __init__(self, names: Sequence[str], modules: Sequence[nn.Module]) -> None:
-        self.names = tuple(names)
-        self.modules = tuple(modules)
-        self.label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        self.buffered = [module for top in modules for module in top.modules() if module._buffers]
+    Args:
+        names: dotted names of each unit's modules.
+        modules: all modules of the model by name.
+        segment: what the plan says of it.
+        host: where offloaded tensors go.
+    """
+
+    def __init__(self, names: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], segment: Segment, host: HostMemory) -> None:
+        self.names = tuple(name for unit in names for name in unit)
+        self.modules = tuple(modules[name] for name in self.names)
+        self.unit_of = tuple(index for index, unit in enumerate(names) for _ in unit)
+        self.label = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+        self.passes, self.keep, self.offload, self.host = segment.passes, segment.keep, segment.tier == "offload", host
+        self.buffered = [module for top in self.modules for module in top.modules() if module._buffers]
         self.frame: _Frame | None = None
         self.last_output: weakref.ref[torch.Tensor] | None = None
         self.recomputing = False
@@ -186,10 +339,12 @@ class _SegmentRunner:
                 "the model's chain is not the one that was planned"
             )
         frame = self.frame
+        if position == 0 or self.unit_of[position] != self.unit_of[position - 1]:
+            frame.begin_unit(tensor)
         frame.calls.append((_without(args, tensor), kwargs))
         versions = [_buffer_versions(module) for module in self.buffered]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack), frame.kept or nullcontext():
                 output = original(*args, **kwargs)
         except BaseException:
             self.frame = None
@@ -201,15 +356,23 @@ class _SegmentRunner:
         assert result is not None
         self.last_output = weakref.ref(result)
         if position == len(self.modules) - 1:
-            if frame.random is not None and frame.random.same_as(_RandomState(frame.random.device)):
-                frame.random = None
+            frame.finish()
             self.frame = None
         return output
 
-    def run_again(self, value: torch.Tensor, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def run_again(self, frame: _Frame, begin: int, end: int) -> None:
+        """Units `begin` to `end`, from the input that the frame holds for the first of them."""
+        value = frame.inputs[begin]
         self.recomputing = True
         try:
-            for module, (args, kwargs) in zip(self.modules, calls, strict=True):
+            for position, (module, (args, kwargs)) in enumerate(zip(self.modules, frame.calls, strict=True)):
+                unit = self.unit_of[position]
+                if unit < begin:
+                    continue
+                if unit > end:
+                    break
+                if self.passes and unit > begin and unit != self.unit_of[position - 1]:
+                    frame.note_input(unit, value)
                 value = first_tensor(module(*_with(args, value), **kwargs))  # type: ignore[assignment]
         finally:
             self.recomputing = False
@@ -272,12 +435,11 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
     if taken:
         raise ValueError(f"a plan is applied already (at {taken[0]!r}); remove it first")
     wrapped = []
+    host = HostMemory()
     for segment in segments:
         if segment.tier == "store":
             continue
-        assert segment.tier == "recompute", f"tier {segment.tier} is not applied by this release"
-        inside = [name for unit in unit_modules[segment.start : segment.end] for name in unit]
-        runner = _SegmentRunner(inside, [modules[name] for name in inside])
+        runner = _SegmentRunner(unit_modules[segment.start : segment.end], modules, segment, host)
         for position, module in enumerate(runner.modules):
             _wrap(module, runner, position)
             wrapped.append(module)

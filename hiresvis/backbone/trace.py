@@ -15,18 +15,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._pytree import tree_iter
 
 from hiresvis.backbone.chain import Chain, find_chain, first_tensor
-from hiresvis.backbone.flops import forward_flops
+from hiresvis.backbone.flops import PRODUCTS, forward_flops
+from hiresvis.backbone.ways import Place, Product, Tape, flops_to_last_save, ways_of
 from hiresvis.device import StorageCounter
-from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, UnitCosts
+from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, Recompute, UnitCosts
 
 TRACE_BATCHES = (2, 4)
 MAX_TENSOR_ELEMENTS = 2**31
@@ -44,14 +46,46 @@ class _Interval:
     backward_levels: list[int] = field(default_factory=list)
     backward_more_levels: list[int] = field(default_factory=list)
     flops: int = 0
+    traffic: int = 0
     operators: int = 0
     made: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
     casts: set[int] = field(default_factory=set)
     alive_at_entry: set[int] = field(default_factory=set)
+    alive_at_backward: set[int] = field(default_factory=set)
     input_number: int | None = None
     output_number: int | None = None
     input_gradient: bool = False
+    products: list[Product] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    born: dict[int, int] = field(default_factory=dict)  # storages made here, by the forward moment they came, and went
+    died: dict[int, int] = field(default_factory=dict)
+    gone: dict[int, int] = field(default_factory=dict)  # any storage, by the backward moment it went
+    unpacked: dict[int, int] = field(default_factory=dict)
+    released: dict[int, int] = field(default_factory=dict)
+
+
+def _moved_bytes(func: Any, args: Any, out: torch.Tensor) -> int:
+    """What an operator reads and writes; nothing for one that only looks at memory in another way."""
+    if func.is_view:
+        return 0
+    return out.nbytes + sum(value.nbytes for value in args if isinstance(value, torch.Tensor))
+
+
+class _Held:
+    """A saved tensor that tells when it is let go."""
+
+    __slots__ = ("interval", "place", "tensor")
+
+    def __init__(self, interval: _Interval, place: int, tensor: torch.Tensor) -> None:
+        self.interval, self.place, self.tensor = interval, place, tensor
+
+    def unpack(self) -> torch.Tensor:
+        self.interval.unpacked.setdefault(self.place, len(self.interval.backward_levels))
+        return self.tensor
+
+    def __del__(self) -> None:
+        self.interval.released[self.place] = len(self.interval.backward_levels)
 
 
 class _Recorder(StorageCounter):
@@ -65,6 +99,7 @@ class _Recorder(StorageCounter):
         self.landing = False
         self.landed_bytes = 0
         self.elements: list[int] = []  # of each operator's output
+        self.changed: set[int] = set()  # storages that an operator wrote to after they were made
         self.weight_tensors = weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +110,7 @@ class _Recorder(StorageCounter):
             self.elements.append(tensor.numel())
             if not self.in_backward:
                 interval.operators += 1
-                interval.flops += forward_flops(func, args, out)
+                self._note_product(interval, func, args, out, _moved_bytes(func, args, tensor))
                 if func is torch.ops.aten._to_copy.default and id(args[0]) in self.weight_tensors:
                     number = self.number(tensor)
                     if number is not None:
@@ -83,9 +118,34 @@ class _Recorder(StorageCounter):
         self.note_level()
         return out
 
+    def _note_product(self, interval: _Interval, func: Any, args: Any, out: Any, traffic: int) -> None:
+        interval.traffic += traffic
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    number = self.number(value)
+                    if number is not None:
+                        self.changed.add(number)
+        if func in PRODUCTS:
+            flops = forward_flops(func, args, out)
+            numbers = {self.number(value) for value in tree_iter(out) if isinstance(value, torch.Tensor)}
+            interval.products.append(Product(flops, traffic, tuple(sorted(number for number in numbers if number is not None))))
+            interval.flops += flops
+
     def created(self, number: int) -> None:
-        self.intervals[self.now].made.add(number)
+        interval = self.intervals[self.now]
+        interval.made.add(number)
+        if not self.in_backward:
+            interval.born[number] = len(interval.forward_levels)
         self.note_level()
+
+    def _forget(self, number: int, size: int, gone: object) -> None:
+        super()._forget(number, size, gone)
+        interval = self.intervals[self.now]
+        if self.in_backward:
+            interval.gone[number] = len(interval.backward_levels)
+        elif number in interval.born:
+            interval.died[number] = len(interval.forward_levels)
 
     def note_level(self) -> None:
         interval = self.intervals[self.now]
@@ -94,7 +154,8 @@ class _Recorder(StorageCounter):
             return
         level = self.live_bytes - interval.backward_entry
         interval.backward_levels.append(level)
-        interval.backward_more_levels.append(0 if self.landing else level - self.landed_bytes)
+        more = interval.backward_more_levels
+        more.append((more[-1] if more else 0) if self.landing else level - self.landed_bytes)
 
     def enter(self, index: int) -> None:
         if self.in_backward:
@@ -108,6 +169,7 @@ class _Recorder(StorageCounter):
         self.now, self.in_backward, self.landed_bytes = index, True, 0
         interval = self.intervals[index]
         interval.backward_entry, interval.backward_levels, interval.backward_more_levels = self.live_bytes, [], []
+        interval.alive_at_backward = interval.made & self._alive.keys()
 
     def watch_gradient(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Hooks at both ends of a parameter's gradient coming to rest.
@@ -126,11 +188,19 @@ class _Recorder(StorageCounter):
 
         return parameter.register_hook(arrive), parameter.register_post_accumulate_grad_hook(land)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> _Held:
+        interval = self.intervals[self.now]
+        self._note_place(interval, tensor)
+        return _Held(interval, len(interval.places) - 1, tensor.detach())
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._note_place(self.intervals[self.now], tensor)
+
+    def _note_place(self, interval: _Interval, tensor: torch.Tensor) -> None:
         number = self.number(tensor)
         if number is not None:
-            self.intervals[self.now].saved.add(number)
-        return tensor.detach()
+            interval.saved.add(number)
+        interval.places.append(Place(len(interval.forward_levels), number, interval.flops, interval.traffic, len(interval.products)))
 
 
 def fake_copy(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
@@ -229,7 +299,7 @@ class _Tracer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         handles = [handle for parameter in trained for handle in recorder.watch_gradient(parameter)]
         with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
-            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Held.unpack):
                 loss = self._loss(batch, recorder)
             recorder.enter_backward(len(self.names) - 1)
             loss.backward()
@@ -242,7 +312,7 @@ class _Tracer:
     def dropped(self, batch: int) -> _Recorder:
         """A forward whose saved tensors are let go at once."""
         recorder = self.recorder()
-        let_go = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: None)
+        let_go = torch.autograd.graph.saved_tensors_hooks(recorder.drop, lambda _: None)
         with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder), let_go:
             self._loss(batch, recorder)
         return recorder
@@ -396,6 +466,7 @@ def _assemble(
     gradients = {unit.name: own_gradients(unit.modules) for unit in chain.units}
     rest = own_gradients(("",))  # parameters that glue uses (position embedding, class token): the first glue's
 
+    known: dict[object, tuple[Recompute, ...]] = {}  # units that behave alike are worked out once
     units = []
     for position, index in enumerate(first.kept):
         is_unit = index % 2 == 1
@@ -411,6 +482,11 @@ def _assemble(
             **{name: Affine.through(few, sizes[0][name], many, sizes[1][name]) for name in sizes[0]},
             **{name: Highest.through(few, levels[0][name], many, levels[1][name]) for name in levels[0]},
         }
+        tapes = tuple(layout.tape(index) for layout in layouts)
+        ways: tuple[Recompute, ...] = ()
+        if unit is not None and unit.opens_segment:
+            alike = tuple(tape.signature() for tape in tapes)
+            ways = known[alike] if alike in known else known.setdefault(alike, ways_of(*tapes, few, many))
         mine = gradients[unit.name] if unit else 0
         if unit is None and rest:
             mine, rest = rest, 0
@@ -430,6 +506,8 @@ def _assemble(
                 held=first.held(index),
                 input_gradient=first.input_gradient(index),
                 parameter_gradients=mine,
+                flops_to_save=Affine.through(few, flops_to_last_save(tapes[0]), many, flops_to_last_save(tapes[1])),
+                ways=ways,
                 **by_batch,
             )
         )
@@ -471,6 +549,7 @@ class _Layout:
             "output": self.boundary_size(position + 1),
             "interior": self.interior(index),
             "flops": self.first.intervals[index].flops,
+            "traffic": self.first.intervals[index].traffic,
         }
 
     def levels(self, index: int) -> dict[str, list[int]]:
@@ -482,6 +561,29 @@ class _Layout:
             "backward_first": interval.backward_levels,
             "backward_more": interval.backward_more_levels,
         }
+
+    def tape(self, index: int) -> Tape:
+        """What happened in one entry of the chain."""
+        stored, dropped = self.first.intervals[index], self.dropped.intervals[index]
+        opening = dropped.input_number
+        return Tape(
+            dropped=dropped.forward_levels,
+            backward_first=stored.backward_levels,
+            backward_more=stored.backward_more_levels,
+            sizes={number: self.dropped.sizes[number] for number in dropped.born},
+            born=dropped.born,
+            died=dropped.died,
+            alive_at_backward=stored.alive_at_backward,
+            gone=stored.gone,
+            places=dropped.places,
+            unpacked=stored.unpacked,
+            released=stored.released,
+            products=[replace(found, changed=not self.dropped.changed.isdisjoint(found.outputs)) for found in dropped.products],
+            flops=dropped.flops,
+            input_size=0 if opening is None else self.dropped.sizes[opening],
+            input_gone=None if opening is None else stored.gone.get(opening),
+            output=dropped.output_number,
+        )
 
     def boundary_size(self, position: int) -> int:
         return self.boundary_sizes[self.boundary_ids[position]]

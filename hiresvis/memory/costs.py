@@ -15,7 +15,7 @@ from typing import Any, Literal
 Kind = Literal["stem", "block", "downsample", "norm", "head", "glue"]
 Tier = Literal["store", "keep", "recompute", "offload", "chunk", "tile"]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,38 @@ def _crossing(lower: Affine, steeper: Affine) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """One way to recompute a unit by itself. The plain one keeps nothing but the input and runs once more.
+
+    Attributes:
+        keep: numbers of the costly operators (matrix products, convolutions, attention, in call order within the unit) whose
+            outputs are kept, so that they are not run again.
+        passes: numbers of the saved tensors at which another pass begins. With one number the unit is run again twice:
+            to its end, filling the second part of its saved tensors, and later up to that border, filling the first.
+        kept: bytes of the kept outputs.
+        forward: highest live bytes above those at entry, in forward.
+        backward_first, backward_more: highest live bytes in backward, second runs included, above the input, the kept outputs
+            and the output's gradient; when parameter gradients are new, and when they are added to older ones.
+        flops, traffic: what is run again, and the bytes that it reads and writes.
+    """
+
+    keep: tuple[int, ...]
+    passes: tuple[int, ...]
+    kept: Affine
+    forward: Highest
+    backward_first: Highest
+    backward_more: Highest
+    flops: Affine
+    traffic: Affine
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Recompute:
+        """What `asdict` made of it."""
+        figures = {name: _figure(row[name]) for name in ("kept", "forward", "backward_first", "backward_more", "flops", "traffic")}
+        return cls(keep=tuple(row["keep"]), passes=tuple(row["passes"]), **figures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCosts:
     """One link of the chain, in call order. Bytes unless the name says otherwise.
 
@@ -110,6 +142,9 @@ class UnitCosts:
         input_gradient: whether the input gets a gradient.
         parameter_gradients: bytes of the parameter gradients that the unit's backward leaves.
         flops: multiply-adds times two of one forward.
+        flops_to_save: of these, what comes before the last saved tensor, where a second run ends.
+        traffic: bytes that the operators of one forward read and write.
+        ways: how the unit can be recomputed by itself, the plain way first; empty when it cannot.
     """
 
     name: str
@@ -133,6 +168,9 @@ class UnitCosts:
     input_gradient: bool
     parameter_gradients: int
     flops: Affine
+    flops_to_save: Affine
+    traffic: Affine
+    ways: tuple[Recompute, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +253,7 @@ class MemoryProfile:
 
 def _unit_from_json(row: Mapping[str, Any]) -> UnitCosts:
     values = dict(row)
+    values["ways"] = tuple(Recompute.from_json(way) for way in row["ways"])
     for field in fields(UnitCosts):
         value = values[field.name]
         if isinstance(value, Mapping):

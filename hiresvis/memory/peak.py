@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .costs import MemoryProfile
+from .costs import MemoryProfile, Recompute, UnitCosts
 from .plan import Segment
 
 
@@ -51,7 +51,7 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
 
     Args:
         profile: the traced chain.
-        segments: the whole chain in order, tiers store and recompute.
+        segments: the whole chain in order.
         micro_batch: images in one forward.
         setting: accumulation, evaluation batch, baseline and reserve.
     """
@@ -85,6 +85,27 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
     return PredictedPeak(total_bytes=total, counted_bytes=counted, where=where, parts=parts)
 
 
+def find_way(unit: UnitCosts, keep: tuple[int, ...], passes: tuple[int, ...]) -> Recompute:
+    """The unit's way with these kept operators and passes."""
+    for way in unit.ways:
+        if way.keep == keep and way.passes == passes:
+            return way
+    raise ValueError(f"{unit.name} has no way to recompute with kept operators {keep} and passes {passes}; plan again")
+
+
+def way_of(profile: MemoryProfile, segment: Segment) -> Recompute | None:
+    """How a single unit is recomputed; None for what is stored, runs all at once, or has several units."""
+    if not segment.passes or segment.end > segment.start + 1:
+        return None
+    return find_way(profile.units[segment.start], segment.keep, segment.passes[0])
+
+
+def offloaded_bytes(profile: MemoryProfile, segment: Segment, batch: int) -> int:
+    """What an offloaded segment has in host memory: its input and its kept outputs."""
+    way = way_of(profile, segment)
+    return profile.units[segment.start].input.at(batch) + (way.kept.at(batch) if way else 0)
+
+
 class _Walk:
     """The state of one forward and backward: what is kept, and the highest value so far (above the resident bytes)."""
 
@@ -94,6 +115,8 @@ class _Walk:
         self.gradients = profile.gradients if setting.accumulates else 0
         self.casts = 0  # weights in the autocast precision that the forward's cache holds; it goes when the forward ends
         self.stored_casts = 0  # of these, what stored units keep until their backward; recomputed ones make theirs again
+        self.in_transfer = 0  # on the way to or from the host, beside what the present segment holds
+        self.offloaded: list[Segment] = []
         self.peak = 0
         self.where = ""
         self.peak_gradients = 0
@@ -112,19 +135,26 @@ class _Walk:
             self.peak, self.where, self.peak_gradients, self.peak_saved = value, where, self.gradients, self._saved()
 
     def forward(self, segment: Segment) -> None:
+        units = self.profile.units[segment.start : segment.end]
         stored = segment.tier == "store"
-        opener = frozenset() if stored else frozenset((self.profile.units[segment.start].input_id,))
+        way = way_of(self.profile, segment)
         if not stored:
-            self.kept.append((0, opener))
-        for index in range(segment.start, segment.end):
-            unit = self.profile.units[index]
-            excess = unit.forward_stored if stored else unit.forward_dropped
-            live = self._saved(unit.held) + self.casts + self.gradients
+            self.kept.append((0, frozenset((units[0].input_id,))))
+        for unit in units:
+            excess = unit.forward_stored if stored else way.forward if way else unit.forward_dropped
+            live = self._saved(unit.held) + self.casts + self.gradients + self.in_transfer
             self._note(live + excess.at(self.batch), f"forward of {unit.name}")
             self.casts += unit.cast
             if stored:
                 self.stored_casts += unit.cast
                 self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
+        if segment.tier == "offload":
+            # It leaves the device while the next segment runs; the one before has arrived by then.
+            self.in_transfer = offloaded_bytes(self.profile, segment, self.batch)
+            self.kept[-1] = (0, frozenset())
+            self.offloaded.append(segment)
+        elif way:
+            self.kept[-1] = (way.kept.at(self.batch), self.kept[-1][1])
 
     def backward(self, segment: Segment) -> None:
         units = self.profile.units[segment.start : segment.end]
@@ -133,12 +163,25 @@ class _Walk:
             self.stored_casts -= units[0].cast
             self.kept.pop()
             return
-        # The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it.
+        if segment.tier == "offload":
+            # Back on the device; the next one to be needed is already on its way.
+            self.offloaded.pop()
+            way = way_of(self.profile, segment)
+            self.kept[-1] = (way.kept.at(self.batch) if way else 0, frozenset((units[0].input_id,)))
+            self.in_transfer = offloaded_bytes(self.profile, self.offloaded[-1], self.batch) if self.offloaded else 0
+        if segment.passes:
+            self._backward_in_passes(segment)
+        else:
+            self._backward_at_once(segment)
+        self.kept.pop()
+
+    def _backward_at_once(self, segment: Segment) -> None:
+        """The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it."""
+        units = self.profile.units[segment.start : segment.end]
         output_gradient = units[-1].output.at(self.batch)
-        depth = len(self.kept)
         casts = self.stored_casts
         for unit in units:
-            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient
+            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
             self._note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
             self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
@@ -146,13 +189,32 @@ class _Walk:
             self._backward_of(index, casts)
             casts -= self.profile.units[index].cast
             self.kept.pop()
-        assert len(self.kept) == depth
-        self.kept.pop()
+
+    def _backward_in_passes(self, segment: Segment) -> None:
+        """The first rerun leaves each unit's input; then unit after unit, from the last, is recomputed by itself."""
+        units = self.profile.units[segment.start : segment.end]
+        output_gradient = units[-1].output.at(self.batch)
+        casts = self.stored_casts
+        for unit in units[:-1]:
+            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
+            self._note(live + unit.forward_dropped.at(self.batch), f"recompute of {unit.name}")
+            casts += unit.cast
+            self.kept.append((0, frozenset((unit.output_id,))))
+        casts = self.stored_casts
+        for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
+            way = find_way(unit, segment.keep, passes)
+            excess = way.backward_more if self.setting.accumulates else way.backward_first
+            live = self._saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
+            self._note(live + excess.at(self.batch), f"recompute and backward of {unit.name}")
+            if not self.setting.accumulates:
+                self.gradients += unit.parameter_gradients
+            if unit is not units[0]:
+                self.kept.pop()
 
     def _backward_of(self, index: int, casts: int) -> None:
         unit = self.profile.units[index]
         excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-        live = self._saved() + casts + self.gradients + unit.output.at(self.batch)
+        live = self._saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
         self._note(live + excess.at(self.batch), f"backward of {unit.name}")
         if not self.setting.accumulates:
             self.gradients += unit.parameter_gradients

@@ -8,20 +8,44 @@ from typing import Any
 
 from .costs import MemoryProfile, Tier
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Units `start` to `end - 1` of the chain under one tier. `store` segments have one unit each."""
+    """Units `start` to `end - 1` of the chain under one tier.
+
+    Attributes:
+        tier: `store` (one unit), or what is kept for backward: the input (`recompute`), costly outputs besides (`keep`), both
+            in host memory (`offload`).
+        passes: how the segment is run again. Empty: all at once, as far as its last saved tensor. Else one entry per unit,
+            the saved tensors at which that unit's second run begins another pass (see `costs.Recompute`): the segment is
+            *nested*, units are run again one by one from the last to the first, each from an input held since the first rerun.
+        keep: of a single unit, the costly operators whose outputs are kept.
+    """
 
     start: int
     end: int
     tier: Tier = "store"
+    passes: tuple[tuple[int, ...], ...] = ()
+    keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.end, (self.start, self.end)
         assert self.tier != "store" or self.end == self.start + 1
+        assert not self.passes or len(self.passes) == self.end - self.start
+        assert not self.keep or (self.end == self.start + 1 and self.passes)
+
+    @property
+    def nested(self) -> bool:
+        """Whether more than one second run happens."""
+        return len(self.passes) > 1 or any(self.passes)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Segment:
+        """What `asdict` made of it."""
+        passes = tuple(tuple(unit) for unit in row["passes"])
+        return cls(row["start"], row["end"], row["tier"], passes, tuple(row["keep"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +57,7 @@ class CheckpointPlan:
         unit_modules: for each unit the dotted names of its modules.
         micro_batch: images in one forward; batch: images the optimizer sees; accumulation: forwards per step.
         predicted_peak_bytes: by simulation, baseline included; predicted_counted_bytes: live storages alone.
+        host_bytes: host memory that offloaded segments take.
         recompute_fraction: recomputed FLOPs over the FLOPs of a step without recompute.
         stages: one readable line per stage.
         parts: the predicted peak, taken apart.
@@ -54,6 +79,7 @@ class CheckpointPlan:
     stages: tuple[str, ...]
     parts: Mapping[str, int]
     why: str
+    host_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
@@ -69,7 +95,7 @@ class CheckpointPlan:
         values = dict(row)
         if values.pop("version", None) != PLAN_VERSION:
             raise ValueError(f"plan of version {row.get('version')!r}, expected {PLAN_VERSION}; plan again")
-        values["segments"] = tuple(Segment(**segment) for segment in row["segments"])
+        values["segments"] = tuple(Segment.from_json(segment) for segment in row["segments"])
         values["unit_modules"] = tuple(tuple(names) for names in row["unit_modules"])
         values["image_size"] = tuple(row["image_size"])
         values["stages"] = tuple(row["stages"])

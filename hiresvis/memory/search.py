@@ -1,35 +1,32 @@
 """Chooses the plan: the largest micro-batch that fits, and for it the least recompute.
 
-For one micro-batch this is a dynamic program over the chain. State: the position, whether the boundary there is already
-kept, and the bytes kept so far on a grid; value: recomputed FLOPs. Going on from a position means storing one unit, or
-recomputing a segment of any length that starts there; an option is allowed where bytes kept plus its own highest need,
-forward and backward, stay within the budget. It is exact up to the grid (kept bytes round up to `GRID_BYTES` units) and
-to boundaries shared by units that are not neighbours, which it counts twice; the walk of `memory.peak` then gives the
-chosen plan's exact peak. (Recompute with segments of any length: Chen et al. 2016; the general problem with nesting:
-Herrmann, Beaumont et al., *Optimal checkpointing for heterogeneous chains*, 2019.)
-
-The grid is absolute and does not depend on the budget, so that a larger budget allows every plan that a smaller one does.
-The largest micro-batch is found by bisection: every figure is affine in the batch with slopes that are not negative.
+The largest micro-batch is found by bisection over the question whether anything fits: every figure is affine in the batch
+with slopes that are not negative. For the chosen one the dynamic program of `memory.program` gives the cheapest plan, and
+the walk of `memory.peak` its exact peak; where the walk sees more than the program, the program is asked again for less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-import numpy as np
-
-from hiresvis.units import MIB
-
-from .costs import MemoryProfile, UnitCosts
-from .peak import PredictedPeak, StepSetting, predict_peak, resident_bytes
+from .costs import MemoryProfile
+from .peak import PredictedPeak, StepSetting, offloaded_bytes, predict_peak, resident_bytes
 from .plan import CheckpointPlan, NoPlan, Segment, describe_stages, store_all, uniform
+from .program import GRID_BYTES, Freedom, Host, Program, segment_cost, segment_flops
 
-GRID_BYTES = 2 * MIB
-MAX_GRID_POINTS = 8192
 UNIFORM_SPACINGS = (4, 2, 1)
+# What plans may use, by rung of the ladder: each adds a finer tier. The last two need leave: a host, and `exact: close`.
+FREEDOMS: tuple[tuple[str, frozenset[Freedom]], ...] = (
+    ("mixed", frozenset({"recompute"})),
+    ("keep", frozenset({"recompute", "keep"})),
+    ("nested", frozenset({"recompute", "keep", "nested"})),
+    ("offload", frozenset({"recompute", "keep", "nested", "offload"})),
+)
+_UNPLANNED = ("evaluation", "optimizer step")  # peaks that no plan changes
+_HOST_PRICES = (0.0, 1.0, 8.0, 64.0, 512.0, 4096.0)  # FLOPs per offloaded byte, until the host's memory is enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +39,10 @@ class Limits:
         spacing: "auto", "off", blocks per segment everywhere, or by stage.
         goal: largest (micro-batch first) or fastest (least work for the batch first).
         most: a micro-batch never tried above this.
+        exact: "bitwise" or "close"; with "close" tiers are allowed that reassociate sums.
+        flops_per_byte: FLOPs that the device does while it moves a byte to or from its memory; of a named GPU the ratio of its
+            rates. The default only settles ties, so that recomputed FLOPs fall as the budget rises.
+        host: memory that inputs can be offloaded to; None: there is none (a CPU, whose own memory is the device's).
     """
 
     batch: int | None
@@ -49,16 +50,26 @@ class Limits:
     spacing: str | int | Mapping[str, int] = "auto"
     goal: str = "largest"
     most: int = 4096
+    exact: str = "close"
+    host: Host | None = None
+    flops_per_byte: float = 1.0
+
+    @property
+    def allowed(self) -> frozenset[Freedom]:
+        """All that plans may use."""
+        return FREEDOMS[-1][1] if self.host is not None else FREEDOMS[-2][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan with its numbers at one micro-batch."""
+    """A plan with its numbers at one micro-batch; `cost` is what it adds to a step per image, in FLOPs, memory traffic included."""
 
     segments: tuple[Segment, ...]
     micro_batch: int
     peak: PredictedPeak
     recomputed_flops: int
+    cost: int
+    host_bytes: int = 0
 
     def recompute_fraction(self, profile: MemoryProfile) -> float:
         """Recomputed FLOPs over those of a step without recompute."""
@@ -75,189 +86,13 @@ class Rung:
 
 
 def recomputed_flops(profile: MemoryProfile, segments: Sequence[Segment]) -> int:
-    """FLOPs per image that the plan runs a second time.
-
-    A segment's last product is not run again when nothing after it in the segment is saved; that gain is not counted.
-    """
-    return sum(
-        profile.units[index].flops.slope
-        for segment in segments
-        if segment.tier != "store"
-        for index in range(segment.start, segment.end)
-        if _has_saved(profile, segment)
-    )
+    """FLOPs per image that the plan runs a second (or third) time."""
+    return sum(segment_flops(profile, segment) for segment in segments)
 
 
-def _has_saved(profile: MemoryProfile, segment: Segment) -> bool:
-    """A segment that saves nothing (frozen) never recomputes."""
-    return any(profile.units[index].interior.slope or profile.units[index].saves for index in range(segment.start, segment.end))
-
-
-def best_segments(profile: MemoryProfile, micro_batch: int, room_bytes: int, setting: StepSetting) -> tuple[Segment, ...] | None:
-    """The cheapest plan whose activations, gradients and interiors stay within `room_bytes`; None when there is none.
-
-    Args:
-        profile: the traced chain.
-        micro_batch: images in one forward.
-        room_bytes: budget less what is resident (weights, optimizer, baseline, reserve).
-        setting: whether gradients persist.
-    """
-    if room_bytes <= 0:
-        return None
-    program = _Program(profile, micro_batch, room_bytes, setting)
-    return program.solve()
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    start: int
-    end: int
-    stored: bool
-    cost: int
-    opening_kept: bool  # the boundary at `start` must be kept already
-    closing_kept: bool  # ... and the one at `end` is, afterwards
-    added: int
-    need: int
-
-
-class _Program:
-    """One dynamic program. `values[bit, g]` at a position: least FLOPs with at most g grid units kept."""
-
-    def __init__(self, profile: MemoryProfile, batch: int, room: int, setting: StepSetting) -> None:
-        self.profile, self.batch, self.room, self.setting = profile, batch, room, setting
-        everything = profile.boundary_bytes((profile.units[0].input_id,), batch)
-        for unit in profile.units:  # an upper bound: a boundary is counted with each unit that keeps it, as the options may
-            everything += unit.interior.at(batch) + profile.boundary_bytes(unit.saves, batch) + unit.input.at(batch)
-        self.grid = GRID_BYTES * max(1, ceil(everything / (MAX_GRID_POINTS * GRID_BYTES)))
-        most_kept = everything + (2 * len(profile.units) + 2) * self.grid  # every amount is rounded up
-        self.points = min(room, most_kept) // self.grid + 1
-        self.images_id = profile.units[0].input_id
-        self.casts = [0]
-        for unit in profile.units:
-            self.casts.append(self.casts[-1] + unit.cast)
-        self.later_gradients = [0] * (len(profile.units) + 1)
-        for index in reversed(range(len(profile.units))):
-            self.later_gradients[index] = self.later_gradients[index + 1] + profile.units[index].parameter_gradients
-
-    def solve(self) -> tuple[Segment, ...] | None:
-        count = len(self.profile.units)
-        infinite = np.iinfo(np.int64).max
-        values = np.full((count + 1, 2, self.points), infinite, dtype=np.int64)
-        choice = np.full((count + 1, 2, self.points), -1, dtype=np.int32)
-        options: list[_Option] = []
-        images = -(-self.profile.boundary_bytes((self.images_id,), self.batch) // self.grid)
-        if images >= self.points:
-            return None
-        values[0, 1, images] = 0  # the caller holds the images whatever is planned, so they are kept from the start
-        for start in range(count):
-            for bit in (0, 1):
-                if not (values[start, bit] < infinite).any():
-                    continue
-                for option in self._options(start, bool(bit)):
-                    self._relax(option, bit, values, choice, len(options))
-                    options.append(option)
-        final = values[count].min(axis=0)
-        if not (final < infinite).any():
-            return None
-        # The least cost; among equals the fewest bytes kept.
-        point = int(np.argmin(final))
-        bit = int(np.argmin(values[count, :, point]))
-        return self._walk_back(count, bit, point, choice, options)
-
-    def _relax(self, option: _Option, bit: int, values: np.ndarray, choice: np.ndarray, number: int) -> None:
-        shift = -(-option.added // self.grid)
-        top = min((self.room - option.need) // self.grid + 1, self.points - shift)
-        if top <= 0:
-            return
-        source = values[option.start, bit, :top]
-        reached = source < np.iinfo(np.int64).max
-        proposal = np.where(reached, source + option.cost * reached, source)
-        target = values[option.end, int(option.closing_kept), shift : shift + top]
-        better = proposal < target
-        target[better] = proposal[better]
-        choice[option.end, int(option.closing_kept), shift : shift + top][better] = number
-
-    def _walk_back(self, position: int, bit: int, point: int, choice: np.ndarray, options: list[_Option]) -> tuple[Segment, ...]:
-        segments: list[Segment] = []
-        while position > 0:
-            option = options[choice[position, bit, point]]
-            segments.append(Segment(option.start, option.end, "store" if option.stored else "recompute"))
-            position, bit, point = option.start, int(option.opening_kept), point - -(-option.added // self.grid)
-        return tuple(reversed(segments))
-
-    def _options(self, start: int, opening_kept: bool) -> Iterator[_Option]:
-        yield self._stored(start, opening_kept)
-        units = self.profile.units
-        if not units[start].opens_segment:
-            return
-        end = start + 1
-        while end <= len(units) and units[end - 1].recomputable:
-            option = self._recomputed(start, end, opening_kept)
-            yield option
-            if option.need - units[end - 1].output.at(self.batch) - self._gradients(end - 1) > self.room:
-                return  # a longer segment needs more, but for what its second run finds there: its output's gradient, and later units'
-            end += 1
-
-    def _kept_before(self, unit: UnitCosts, opening_kept: bool) -> set[int]:
-        return {self.images_id, unit.input_id} if opening_kept else {self.images_id}
-
-    def _gradients(self, index: int) -> int:
-        return self.profile.gradients if self.setting.accumulates else self.later_gradients[index + 1]
-
-    def _forward_need(self, index: int, opening_kept: bool, dropped: bool) -> int:
-        """Highest live bytes above those kept, in the forward of one unit."""
-        unit = self.profile.units[index]
-        held = set(unit.held) - self._kept_before(unit, opening_kept)
-        excess = unit.forward_dropped if dropped else unit.forward_stored
-        persisting = self.profile.gradients if self.setting.accumulates else 0
-        return self.profile.boundary_bytes(held, self.batch) + excess.at(self.batch) + self.casts[index] + persisting
-
-    def _stored(self, index: int, opening_kept: bool) -> _Option:
-        unit, batch = self.profile.units[index], self.batch
-        new = set(unit.saves) - self._kept_before(unit, opening_kept)
-        added = unit.interior.at(batch) + self.profile.boundary_bytes(new, batch)
-        excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-        backward = added + unit.output.at(batch) + excess.at(batch) + self.casts[index + 1] + self._gradients(index)
-        need = max(self._forward_need(index, opening_kept, dropped=False), backward)
-        closing = unit.output_id in unit.saves or (unit.output_id == unit.input_id and opening_kept)
-        return _Option(index, index + 1, True, 0, opening_kept, closing, added, need)
-
-    def _recomputed(self, start: int, end: int, opening_kept: bool) -> _Option:
-        units, batch = self.profile.units, self.batch
-        opener = 0 if opening_kept else units[start].input.at(batch)
-        need = 0
-        for index in range(start, end):
-            kept_input = index == start
-            held = self._forward_need(index, kept_input, dropped=True)
-            need = max(need, opener + held)
-        inside = _Inside(self.profile, start, end, batch)
-        gradient = units[end - 1].output.at(batch)
-        base = opener + self.casts[end]
-        for offset, index in enumerate(range(start, end)):
-            unit = units[index]
-            again = inside.saved_before[offset] + unit.forward_stored.at(batch) + gradient + self._gradients(end - 1)
-            excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-            back = inside.saved_before[offset + 1] + unit.output.at(batch) + excess.at(batch) + self._gradients(index)
-            need = max(need, base + again, base + back)
-        cost = sum(units[index].flops.slope for index in range(start, end))
-        if not _has_saved(self.profile, Segment(start, end, "recompute")):
-            cost = 0
-        return _Option(start, end, False, cost + 1, opening_kept, False, opener, need)
-
-
-class _Inside:
-    """Bytes that a recomputed segment stacks up: before each of its units, beyond its kept input, inputs held included."""
-
-    def __init__(self, profile: MemoryProfile, start: int, end: int, batch: int) -> None:
-        opened = {profile.units[start].input_id}
-        self.saved_before: list[int] = []
-        interior, numbers = 0, set(opened)
-        for index in range(start, end):
-            unit = profile.units[index]
-            self.saved_before.append(interior + profile.boundary_bytes((numbers | {unit.input_id}) - opened, batch))
-            interior += unit.interior.at(batch)
-            numbers |= set(unit.saves)
-        self.saved_before.append(interior + profile.boundary_bytes(numbers - opened, batch))
+def host_bytes(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int) -> int:
+    """Host memory that the plan's offloaded segments take."""
+    return sum(offloaded_bytes(profile, segment, micro_batch) for segment in segments if segment.tier == "offload")
 
 
 class Planner:
@@ -273,39 +108,87 @@ class Planner:
     def __init__(self, profile: MemoryProfile, budget_bytes: int, setting: StepSetting, limits: Limits) -> None:
         self.profile, self.budget_bytes, self.setting, self.limits = profile, budget_bytes, setting, limits
         self.best = lru_cache(maxsize=None)(self._best)
+        self.anything = lru_cache(maxsize=None)(self._anything)
+        self._program = lru_cache(maxsize=16)(self._make_program)
 
     def _setting(self, micro_batch: int) -> StepSetting:
         batch = self.limits.batch
         return replace(self.setting, accumulates=batch is not None and micro_batch < batch)
 
+    def _make_program(self, micro_batch: int, allow: frozenset[Freedom], host_price: float) -> Program:
+        room = self._room(micro_batch)
+        limits = self.limits
+        return Program(self.profile, micro_batch, room, self._setting(micro_batch), allow, limits.host, host_price, limits.flops_per_byte)
+
+    def _room(self, micro_batch: int) -> int:
+        setting = self._setting(micro_batch)
+        constant = resident_bytes(self.profile, setting, micro_batch) + setting.baseline_bytes + setting.reserve_bytes
+        return self.budget_bytes - constant
+
     def score(self, segments: tuple[Segment, ...], micro_batch: int) -> Candidate:
         """The candidate with these segments."""
         peak = predict_peak(self.profile, segments, micro_batch, self._setting(micro_batch))
-        flops = recomputed_flops(self.profile, segments)
-        return Candidate(segments=segments, micro_batch=micro_batch, peak=peak, recomputed_flops=flops)
+        return Candidate(
+            segments=segments,
+            micro_batch=micro_batch,
+            peak=peak,
+            recomputed_flops=recomputed_flops(self.profile, segments),
+            cost=sum(segment_cost(self.profile, segment, self.limits.host, self.limits.flops_per_byte) for segment in segments),
+            host_bytes=host_bytes(self.profile, segments, micro_batch),
+        )
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the predicted peak is within the budget."""
-        return candidate.peak.total_bytes <= self.budget_bytes
+        """Whether the predicted peak is within the budget, and what is offloaded within the host's memory."""
+        within_host = not candidate.host_bytes or (self.limits.host is not None and candidate.host_bytes <= self.limits.host.total_bytes)
+        return candidate.peak.total_bytes <= self.budget_bytes and within_host
 
-    def _best(self, micro_batch: int) -> Candidate | None:
+    def _anything(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
+        """Some plan that fits at this micro-batch, pins respected; not the cheapest."""
+        found = self._simple_ones(micro_batch)
+        if self._pinned() is None:
+            found = [candidate for candidate in found if self.fits(candidate)]
+            freedom = allow or self.limits.allowed
+            found = found or self._searched(micro_batch, freedom, Program.least_kept)
+            if "offload" in freedom and not any(self.fits(candidate) for candidate in found):
+                found = self._searched(micro_batch, freedom - {"offload"}, Program.least_kept)
+        return next((candidate for candidate in found if self.fits(candidate)), None)
+
+    def _best(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
         """The cheapest plan that fits at this micro-batch, pins respected."""
-        pinned = self._pinned()
-        found: list[Candidate] = []
-        if pinned is not None:
-            found = [self.score(pinned, micro_batch)]
-        else:
-            setting = self._setting(micro_batch)
-            constant = resident_bytes(self.profile, setting, micro_batch) + setting.baseline_bytes + setting.reserve_bytes
-            room = self.budget_bytes - constant
-            while (searched := best_segments(self.profile, micro_batch, room, setting)) is not None:
-                found.append(self.score(searched, micro_batch))
-                if self.fits(found[-1]) or found[-1].peak.where in ("evaluation", "optimizer step"):  # which no plan changes
-                    break
-                room -= max(GRID_BYTES, found[-1].peak.total_bytes - self.budget_bytes)  # the walk saw more than the program: ask for less
-            found.extend(self.score(segments, micro_batch) for segments in self._simple())
+        found = self._simple_ones(micro_batch)
+        if self._pinned() is None:
+            freedom = allow or self.limits.allowed
+            found.extend(self._searched(micro_batch, freedom, Program.cheapest))
+            if "offload" in freedom and not any(self.fits(candidate) and not candidate.cost for candidate in found):
+                # The program sees transfers only roughly, and no limit of the host: what does without them is tried by itself.
+                found.extend(self._searched(micro_batch, freedom - {"offload"}, Program.cheapest))
+            if not any(self.fits(candidate) for candidate in found):  # what the grid's rounding leaves out
+                found.extend(self._searched(micro_batch, freedom, Program.least_kept))
         fitting = [candidate for candidate in found if self.fits(candidate)]
-        return min(fitting, key=lambda candidate: (candidate.recomputed_flops, candidate.peak.total_bytes), default=None)
+        return min(fitting, key=lambda candidate: (candidate.cost, candidate.peak.total_bytes), default=None)
+
+    def _searched(
+        self, micro_batch: int, allow: frozenset[Freedom], search: Callable[[Program, int], tuple[Segment, ...] | None]
+    ) -> list[Candidate]:
+        """What the program finds; asked for less where the walk sees more, and for less in host memory where that is too small."""
+        found: list[Candidate] = []
+        for price in _HOST_PRICES if "offload" in allow else (0.0,):
+            room = self._room(micro_batch)
+            if room <= 0:
+                break
+            program = self._program(micro_batch, allow, price)
+            while (segments := search(program, room)) is not None:
+                found.append(self.score(segments, micro_batch))
+                if found[-1].peak.total_bytes <= self.budget_bytes or found[-1].peak.where in _UNPLANNED:
+                    break
+                room -= max(GRID_BYTES, found[-1].peak.total_bytes - self.budget_bytes)
+            if not found or self.fits(found[-1]) or found[-1].peak.total_bytes > self.budget_bytes:
+                break
+        return found
+
+    def _simple_ones(self, micro_batch: int) -> list[Candidate]:
+        pinned = self._pinned()
+        return [self.score(segments, micro_batch) for segments in ([pinned] if pinned is not None else self._simple())]
 
     def _pinned(self) -> tuple[Segment, ...] | None:
         spacing = self.limits.spacing
@@ -324,9 +207,9 @@ class Planner:
         asked = self.limits.micro_batch or self.limits.batch or self.limits.most
         return max(1, min(asked, self.profile.max_batch, self.limits.most))
 
-    def largest(self) -> int:
+    def largest(self, allow: frozenset[Freedom] | None = None) -> int:
         """The largest micro-batch with a plan that fits; 0 when one image does not fit."""
-        return _bisect(lambda micro: self.best(micro) is not None, self.most())
+        return _bisect(lambda micro: self.anything(micro, allow) is not None, self.most())
 
     def largest_of(self, segments: tuple[Segment, ...]) -> int:
         """The largest micro-batch that fits with these segments; 0 when one image does not fit."""
@@ -355,12 +238,12 @@ class Planner:
         assert self.limits.batch is not None
         options = sorted({balanced(self.limits.batch, micro) for micro in range(1, largest + 1)}, reverse=True)
         candidates = [candidate for micro in options if (candidate := self.best(micro)) is not None]
-        return min(candidates, key=lambda candidate: (candidate.recomputed_flops, -candidate.micro_batch)).micro_batch
+        return min(candidates, key=lambda candidate: (candidate.cost, -candidate.micro_batch)).micro_batch
 
     def refusal(self, micro_batch: int) -> NoPlan:
         """The tightest plan that is allowed at this micro-batch, and its parts."""
         pinned = self._pinned()
-        choices = [pinned] if pinned is not None else self._simple()
+        choices = [pinned] if pinned is not None else [*self._simple(), *self._tightest(micro_batch)]
         tightest = min((self.score(segments, micro_batch) for segments in choices), key=lambda found: found.peak.total_bytes)
         largest = max(tightest.peak.parts.items(), key=lambda part: part[1])
         return NoPlan(
@@ -370,6 +253,21 @@ class Planner:
             largest_part=largest,
             parts=tightest.peak.parts,
         )
+
+    def _tightest(self, micro_batch: int) -> list[tuple[Segment, ...]]:
+        """The plan of the least need that the program finds, by bisection on the room."""
+        roomy = Planner(self.profile, 1 << 60, self.setting, self.limits)
+        program = roomy._program(micro_batch, self.limits.allowed, 0.0)
+        found, low, high = [], 0, roomy.score(store_all(self.profile), micro_batch).peak.total_bytes
+        while high - low > max(GRID_BYTES, high // 200):
+            middle = (low + high) // 2
+            segments = program.least_kept(middle)
+            if segments is None:
+                low = middle
+            else:
+                high = middle
+                found = [segments]
+        return found
 
     def ladder(self) -> tuple[Rung, ...]:
         """For spacing off, then smaller and smaller spacing, then the best mix: the largest micro-batch that fits.
@@ -386,11 +284,14 @@ class Planner:
 
             largest = self.largest_of(segments)
             rungs.append(Rung(spacing=name, candidate=self.score(segments, max(1, largest)), fits=largest > 0))
-        largest = self.largest()
-        if largest:
-            candidate = self.best(largest)
-            assert candidate is not None
-            rungs.append(Rung(spacing="mixed", candidate=candidate, fits=True))
+        if self._pinned() is None:
+            before = None
+            for name, allow in FREEDOMS:
+                largest = self.largest(allow) if allow <= self.limits.allowed else 0
+                candidate = self.best(largest, allow) if largest else None
+                if candidate is not None and candidate.segments != before:
+                    rungs.append(Rung(spacing=name, candidate=candidate, fits=True))
+                    before = candidate.segments
         return tuple(rungs)
 
     def plan(self, candidate: Candidate, why: str) -> CheckpointPlan:
@@ -412,6 +313,7 @@ class Planner:
             recompute_fraction=candidate.recompute_fraction(self.profile),
             stages=describe_stages(self.profile, candidate.segments),
             parts=candidate.peak.parts,
+            host_bytes=candidate.host_bytes,
             why=why,
         )
 

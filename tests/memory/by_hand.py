@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiresvis.memory.costs import Affine, Highest, MemoryProfile, UnitCosts
+from hiresvis.memory.costs import Affine, Highest, MemoryProfile, Recompute, UnitCosts
 
 
 def line(slope: int) -> Affine:
@@ -37,9 +37,26 @@ def unit(index: int, **changes: object) -> UnitCosts:
         "input_gradient": True,
         "parameter_gradients": 7,
         "flops": line(1000),
+        "traffic": line(0),
+        "ways": (),
         **changes,
     }
+    values.setdefault("flops_to_save", values["flops"])
     return UnitCosts(**values)
+
+
+def way(*, keep: tuple[int, ...] = (), passes: tuple[int, ...] = (), **changes: object) -> Recompute:
+    """A way to recompute a unit of `unit`: its 100 bytes inside and what its backward adds, all its FLOPs."""
+    values = {
+        "kept": line(0),
+        "forward": peak(60),
+        "backward_first": peak(130),
+        "backward_more": peak(135),
+        "flops": line(1000),
+        "traffic": line(0),
+        **changes,
+    }
+    return Recompute(keep=keep, passes=passes, **values)
 
 
 def profile(*units: UnitCosts, **changes: object) -> MemoryProfile:

@@ -1,0 +1,287 @@
+"""Enumerates the ways to recompute one unit by itself, from the record of what happened in it, and works out their figures.
+
+Backward asks for a unit's saved tensors in about the reverse order of their making. So a unit can be run again in several
+*passes*: the first one fills only the last part of the saved tensors, and once those are used up the next pass, which ends
+earlier, fills the part before. Only one part is alive at a time, whatever the unit looks like inside: the order of its
+saved tensors is its inner chain. And the outputs of costly operators (*products*: matrix products, convolutions,
+attention) can be *kept* from the forward, so that no pass runs them again (selective checkpointing).
+
+The figures follow from two traces of the unit, one that keeps everything and one that drops everything, by exact
+accounting of storages: what a pass holds is what the dropping forward holds at that moment, and the saved tensors of its
+part. Candidates are chosen greedily (products by FLOPs per byte kept, borders by the peak they leave); no claim is made
+that a better set of borders does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hiresvis.memory.costs import Affine, Highest, Recompute
+
+MAX_PASSES = 5
+MAX_KEPT_SETS = 5
+_LEAST_GAIN = 0.04  # of the peak, below which another pass is not worth running
+_LEAST_SHARE = 0.02  # of a unit's FLOPs, below which a product is not worth keeping
+
+
+@dataclass(slots=True)
+class Product:
+    """A costly operator of a forward: its FLOPs, bytes read and written, the storages it made, whether they were changed later."""
+
+    flops: int
+    traffic: int
+    outputs: tuple[int, ...]
+    changed: bool = False
+
+
+@dataclass(slots=True)
+class Place:
+    """One saved tensor: the moment it was saved, its storage, FLOPs, bytes moved and products done before."""
+
+    moment: int
+    storage: int | None
+    flops: int
+    traffic: int
+    num_products: int
+
+
+@dataclass(slots=True)
+class Tape:
+    """What happened in one unit at one batch size. Moments number the levels of the pass they belong to.
+
+    Attributes:
+        dropped: live bytes above those at entry, in a forward that keeps nothing.
+        backward_first, backward_more: live bytes above those at the start of the unit's backward, everything stored.
+        sizes: bytes of the storages made in the unit's forward.
+        born, died: moments of the dropping forward at which a storage came and went.
+        gone: moment of the backward at which a storage was gone.
+        unpacked, released: moments of the backward at which a place was asked for, and let go.
+        input_gone: moment of the backward at which the unit's input was gone; None: it stays.
+    """
+
+    dropped: list[int] = field(default_factory=list)
+    backward_first: list[int] = field(default_factory=list)
+    backward_more: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    born: dict[int, int] = field(default_factory=dict)
+    died: dict[int, int] = field(default_factory=dict)
+    alive_at_backward: set[int] = field(default_factory=set)
+    gone: dict[int, int] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+    unpacked: dict[int, int] = field(default_factory=dict)
+    released: dict[int, int] = field(default_factory=dict)
+    products: list[Product] = field(default_factory=list)
+    flops: int = 0
+    input_size: int = 0
+    input_gone: int | None = None
+    output: int | None = None
+
+    def signature(self) -> tuple[object, ...]:
+        """Equal for units that behave alike; storages are numbered anew."""
+        names = {number: index for index, number in enumerate(sorted(self.sizes))}
+        return (
+            tuple(self.dropped),
+            tuple(self.backward_first),
+            tuple(self.backward_more),
+            tuple((names[n], self.sizes[n], self.born[n], self.died.get(n), n in self.alive_at_backward, self.gone.get(n)) for n in names),
+            tuple((place.moment, names.get(place.storage), place.flops, place.traffic) for place in self.places),  # type: ignore[arg-type]
+            tuple(sorted(self.unpacked.items())),
+            tuple(sorted(self.released.items())),
+            tuple((product.flops, tuple(names.get(n) for n in product.outputs), product.changed) for product in self.products),
+            (self.input_size, self.input_gone, names.get(self.output)),  # type: ignore[arg-type]
+        )
+
+
+def flops_to_last_save(tape: Tape) -> int:
+    """FLOPs of a second run, which ends with the last saved tensor; 0 when nothing is saved."""
+    return tape.places[-1].flops if tape.places else 0
+
+
+def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int) -> tuple[Recompute, ...]:
+    """The ways worth considering, the plain one first. Empty when the unit saves nothing or the traces differ in kind."""
+    if not few.places or not _alike(few, many):
+        return ()
+    chosen = list(_candidates(_Replay(many)))
+    replays = (_Replay(few), _Replay(many))
+    found = []
+    for keep, borders in chosen:
+        at_few, at_many = (replay.figures(keep, borders) for replay in replays)
+        found.append(
+            Recompute(
+                keep=keep,
+                passes=borders,
+                kept=Affine.through(few_batch, at_few.kept, many_batch, at_many.kept),
+                forward=Highest.through(few_batch, at_few.forward, many_batch, at_many.forward),
+                backward_first=Highest.through(few_batch, at_few.backward_first, many_batch, at_many.backward_first),
+                backward_more=Highest.through(few_batch, at_few.backward_more, many_batch, at_many.backward_more),
+                flops=Affine.through(few_batch, at_few.flops, many_batch, at_many.flops),
+                traffic=Affine.through(few_batch, at_few.traffic, many_batch, at_many.traffic),
+            )
+        )
+    return tuple(found)
+
+
+def _alike(few: Tape, many: Tape) -> bool:
+    return (
+        len(few.places) == len(many.places)
+        and len(few.products) == len(many.products)
+        and len(few.dropped) == len(many.dropped)
+        and len(few.backward_first) == len(many.backward_first)
+    )
+
+
+@dataclass(slots=True)
+class _Figures:
+    kept: int
+    forward: list[int]
+    backward_first: list[int]
+    backward_more: list[int]
+    flops: int
+    traffic: int
+
+
+class _Replay:
+    """Works out what a way of recomputing holds, moment by moment."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.last = len(tape.places)
+        moments = len(tape.backward_first) + 1  # moment 0 is the start
+        self.moments = moments
+        # What backward holds besides this unit's saved tensors, its input always there.
+        correction = np.zeros(moments, dtype=np.int64)
+        for number in tape.alive_at_backward:
+            gone = tape.gone.get(number)
+            if gone is not None:
+                correction[gone + 1 :] += tape.sizes[number]
+        if tape.input_gone is not None:
+            correction[tape.input_gone + 1 :] += tape.input_size
+        self.rest_first = np.concatenate(([0], tape.backward_first)) + correction
+        self.rest_more = np.concatenate(([0], tape.backward_more)) + correction
+        self.dropped = np.asarray(tape.dropped, dtype=np.int64)
+
+    def kept_storages(self, keep: Sequence[int]) -> set[int]:
+        return {number for index in keep for number in self.tape.products[index].outputs}
+
+    def kept_bytes(self, keep: Sequence[int]) -> int:
+        return sum(self.tape.sizes[number] for number in self.kept_storages(keep))
+
+    def groups(self, borders: Sequence[int]) -> list[tuple[int, int]]:
+        edges = [0, *borders, self.last]
+        return list(zip(edges[:-1], edges[1:], strict=True))
+
+    def again(self, keep: Sequence[int], borders: Sequence[int]) -> tuple[int, int]:
+        """FLOPs and bytes moved of all passes; what is kept is not run again."""
+        flops = traffic = 0
+        for _, end in self.groups(borders):
+            place = self.tape.places[end - 1]
+            skipped = [self.tape.products[index] for index in keep if index < place.num_products]
+            flops += place.flops - sum(product.flops for product in skipped)
+            traffic += place.traffic - sum(product.traffic for product in skipped)
+        return flops, traffic
+
+    def figures(self, keep: Sequence[int], borders: Sequence[int]) -> _Figures:
+        kept = self.kept_storages(keep)
+        forward = self.dropped.copy()
+        for number in kept:
+            if (died := self.tape.died.get(number)) is not None:
+                forward[died:] += self.tape.sizes[number]
+        backward_first = self._backward(kept, borders, self.rest_first)
+        backward_more = self._backward(kept, borders, self.rest_more)
+        return _Figures(self.kept_bytes(keep), forward.tolist(), backward_first, backward_more, *self.again(keep, borders))
+
+    def peak(self, keep: Sequence[int], borders: Sequence[int]) -> int:
+        """The highest level in backward, what is kept included."""
+        return max(self._backward(self.kept_storages(keep), borders, self.rest_first)) + self.kept_bytes(keep)
+
+    def _backward(self, kept: set[int], borders: Sequence[int], rest: np.ndarray) -> list[int]:
+        tape = self.tape
+        held = np.zeros(self.moments, dtype=np.int64)  # recomputed saved tensors, by moment of the backward
+        levels: list[int] = []
+        groups = self.groups(borders)
+        latest = self._latest_release()
+        passes = sorted((self._asked(group), group) for group in groups)
+        for asked, (start, end) in passes:
+            copies = {place.storage for place in tape.places[start:end] if place.storage in tape.sizes and place.storage not in kept}
+            # A pass runs when the first of its saved tensors is asked for; what backward holds then stays beside it.
+            beside = int(rest[asked] + held[asked])
+            levels.extend((self._pass(kept, start, end) + beside).tolist())
+            for number in copies:
+                assert number is not None
+                released = max(tape.released.get(index, self.moments) for index in range(start, end) if tape.places[index].storage == number)
+                if released == latest[number]:
+                    released = max(released, tape.gone.get(number, released))
+                held[asked + 1 : released + 1] += tape.sizes[number]
+        levels.extend((rest + held).tolist())
+        return levels
+
+    def _asked(self, group: tuple[int, int]) -> int:
+        moments = [self.tape.unpacked[index] for index in range(*group) if index in self.tape.unpacked]
+        return min(moments, default=self.moments - 1)
+
+    def _latest_release(self) -> dict[int, int]:
+        latest: dict[int, int] = {}
+        for index, place in enumerate(self.tape.places):
+            if place.storage is not None:
+                latest[place.storage] = max(latest.get(place.storage, 0), self.tape.released.get(index, self.moments))
+        return latest
+
+    def _pass(self, kept: set[int], start: int, end: int) -> np.ndarray:
+        """Live bytes of a second run up to saved tensor `end`, which keeps those from `start` on."""
+        tape = self.tape
+        levels = self.dropped[: tape.places[end - 1].moment].copy()
+        for number in kept:
+            levels[tape.born[number] : tape.died.get(number, len(levels))] -= tape.sizes[number]
+        filled: set[int] = set()
+        for place in tape.places[start:end]:
+            number = place.storage
+            if number is None or number not in tape.sizes or number in kept or number in filled:
+                continue
+            filled.add(number)
+            if (died := tape.died.get(number)) is not None:
+                levels[max(place.moment, died) :] += tape.sizes[number]
+        return levels if len(levels) else np.zeros(1, dtype=np.int64)
+
+
+def _candidates(replay: _Replay) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(kept products, borders) worth working out: the plain way, and per kept set one, two, ... passes while they help."""
+    plain: tuple[int, ...] = ()
+    seen = set()
+    for keep in (plain, *_kept_sets(replay)):
+        borders: tuple[int, ...] = ()
+        peak = replay.peak(keep, borders)
+        while True:
+            if (keep, borders) not in seen:
+                seen.add((keep, borders))
+                yield keep, borders
+            if len(borders) + 1 >= MAX_PASSES:
+                break
+            trials = [tuple(sorted((*borders, border))) for border in range(1, replay.last) if border not in borders]
+            scored = [(replay.peak(keep, trial), replay.again(keep, trial), trial) for trial in trials]
+            if not scored:
+                break
+            best = min(scored)
+            if best[0] > peak * (1 - _LEAST_GAIN):
+                break
+            # Among borders nearly as good, the one that costs least.
+            near = [found for found in scored if found[0] <= best[0] * 1.01]
+            peak, _, borders = min(near, key=lambda found: (found[1], found[0]))
+
+
+def _kept_sets(replay: _Replay) -> Iterator[tuple[int, ...]]:
+    """Growing sets of products to keep, most FLOPs per byte first; those whose output a second run does not need are left out."""
+    tape = replay.tape
+    needed = tape.places[-1].num_products
+    usable = []
+    for index, product in enumerate(tape.products[:needed]):
+        sizes = [tape.sizes.get(number) for number in product.outputs]
+        if product.changed or None in sizes or tape.output in product.outputs or product.flops < _LEAST_SHARE * tape.flops:
+            continue
+        usable.append((product.flops / max(1, sum(size for size in sizes if size)), index))
+    chosen: tuple[int, ...] = ()
+    for _, index in sorted(usable, key=lambda item: (-item[0], item[1]))[:MAX_KEPT_SETS]:
+        chosen = tuple(sorted((*chosen, index)))
+        yield chosen
