@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,7 +98,6 @@ class _Output:
 
     leaves: list[Any]
     spec: TreeSpec
-    versions: list[int] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -107,21 +106,15 @@ class _Output:
     @classmethod
     def of(cls, out: Any) -> _Output:
         leaves, spec = tree_flatten(out)
-        held = cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        held.versions = [tensor._version for tensor in held.tensors]
-        return held
+        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
     def replace(self, tensors: Iterable[torch.Tensor]) -> None:
         new = iter(tensors)
         self.leaves = [next(new) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        self.versions = [tensor._version for tensor in self.tensors]
 
     def again(self) -> Any:
         """The same value in other objects over the same memory: autograd marks what an operator returns."""
         return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.spec)
-
-    def unchanged(self) -> bool:
-        return self.versions == [tensor._version for tensor in self.tensors]
 
 
 class _Kept(TorchDispatchMode):
@@ -133,9 +126,12 @@ class _Kept(TorchDispatchMode):
         self.replaying = outputs is not None
         self.outputs: dict[int, _Output] = {} if outputs is None else outputs
         self.number = 0
+        self.storages: dict[int, int] = {}  # of what is kept, by identity
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
+            if self.storages and func._schema.is_mutable and not self.replaying:
+                self._refuse_change(func, args)
             return func(*args, **(kwargs or {}))
         number, self.number = self.number, self.number + 1
         if self.replaying and number in self.keep:
@@ -143,7 +139,15 @@ class _Kept(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if number in self.keep:
             self.outputs[number] = _Output.of(out)
+            self.storages.update((tensor.untyped_storage()._cdata, number) for tensor in self.outputs[number].tensors)
         return out
+
+    def _refuse_change(self, func: Any, args: Any) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                number = self.storages.get(value.untyped_storage()._cdata)
+                if number is not None:
+                    raise RuntimeError(f"{func} changes the output of operator {number}, which the plan keeps; plan again")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -235,15 +239,11 @@ class _Frame:
         self.away = None
 
     def _check_unchanged(self) -> None:
-        label = self.segment.label
         if self.inputs[0]._version != self.input_version:
             raise RuntimeError(
-                f"cannot recompute {label}: its input was changed in place after the forward "
+                f"cannot recompute {self.segment.label}: its input was changed in place after the forward "
                 f"(version {self.inputs[0]._version}, was {self.input_version}); plan again with this unit stored"
             )
-        for number, output in self.kept.outputs.items() if self.kept else ():
-            if not output.unchanged():
-                raise RuntimeError(f"cannot recompute {label}: kept output {number} was changed in place; plan again without keeping it")
 
     def recompute(self, number: int) -> None:
         """Run what is needed again and fill the places that belong together with this one and that backward still holds."""

@@ -15,7 +15,7 @@ that a better set of borders does not exist.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from hiresvis.memory.costs import Affine, Highest, Recompute
 MAX_PASSES = 5
 MAX_KEPT_SETS = 5
 _LEAST_GAIN = 0.04  # of the peak, below which another pass is not worth running
+_FAR = 16  # candidates are chosen at a batch that is so many steps beyond the two that were traced
 _LEAST_SHARE = 0.02  # of a unit's FLOPs, below which a product is not worth keeping
 
 
@@ -104,7 +105,7 @@ def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int) -> tuple[Rec
     """The ways worth considering, the plain one first. Empty when the unit saves nothing or the traces differ in kind."""
     if not few.places or not _alike(few, many):
         return ()
-    chosen = list(_candidates(_Replay(many)))
+    chosen = list(_candidates(_Replay(_far(few, many))))
     replays = (_Replay(few), _Replay(many))
     found = []
     for keep, borders in chosen:
@@ -124,9 +125,29 @@ def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int) -> tuple[Rec
     return tuple(found)
 
 
+def _far(few: Tape, many: Tape) -> Tape:
+    """The tape of a batch far beyond the traced ones, where activations and not weight gradients decide what helps."""
+
+    def far(at_few: int, at_many: int) -> int:
+        return at_many + _FAR * (at_many - at_few)
+
+    def levels(at_few: list[int], at_many: list[int]) -> list[int]:
+        return [far(a, b) for a, b in zip(at_few, at_many, strict=True)]
+
+    return replace(
+        many,
+        dropped=levels(few.dropped, many.dropped),
+        backward_first=levels(few.backward_first, many.backward_first),
+        backward_more=levels(few.backward_more, many.backward_more),
+        sizes={number: far(few.sizes[other], many.sizes[number]) for other, number in zip(sorted(few.sizes), sorted(many.sizes), strict=True)},
+        input_size=far(few.input_size, many.input_size),
+    )
+
+
 def _alike(few: Tape, many: Tape) -> bool:
     return (
-        len(few.places) == len(many.places)
+        len(few.sizes) == len(many.sizes)
+        and len(few.places) == len(many.places)
         and len(few.products) == len(many.products)
         and len(few.dropped) == len(many.dropped)
         and len(few.backward_first) == len(many.backward_first)
