@@ -39,6 +39,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hiresvis.backbone.chain import first_tensor
 from hiresvis.backbone.flops import PRODUCTS
 from hiresvis.backbone.host import HostMemory, Offloaded
+from hiresvis.backbone.slices import run_in_slices
 from hiresvis.memory.plan import CheckpointPlan, Segment
 
 
@@ -436,6 +437,11 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
         raise ValueError(f"a plan is applied already (at {taken[0]!r}); remove it first")
     wrapped = []
     host = HostMemory()
+    for name in [name for segment in segments for name in segment.slices]:
+        if name not in modules:
+            raise ValueError(f"the plan is for another model: it runs {name!r} in slices, which is missing")
+        _wrap_slices(modules[name])
+        wrapped.append(modules[name])
     for segment in segments:
         if segment.tier == "store":
             continue
@@ -444,6 +450,15 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
             _wrap(module, runner, position)
             wrapped.append(module)
     return PlanHandle(wrapped)
+
+
+def _wrap_slices(module: nn.Module) -> None:
+    original = module.forward
+
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        return run_in_slices(module, original, value)
+
+    module.__dict__["forward"] = forward
 
 
 def _wrap(module: nn.Module, runner: _SegmentRunner, position: int) -> None:

@@ -7,25 +7,30 @@ added to an older one; both peaks are read off one pass), and a forward that kee
 recomputed segment's first forward does. Two batch sizes make every size affine in the batch, and every peak
 the highest of the lines through what was live at the same moment of both.
 
-What it does badly: kernels' own scratch memory is not seen (the probe measures it); CPU autocast rules are used.
+For a GPU autocast follows CUDA's rules: what CUDA computes in fp32 and the CPU does not gets its inputs cast beforehand.
+
+What it does badly: kernels' own scratch memory is not seen (the probe measures it).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from hiresvis.backbone.chain import Chain, find_chain, first_tensor
 from hiresvis.backbone.flops import PRODUCTS, forward_flops
+from hiresvis.backbone.slices import run_in_slices, why_not
 from hiresvis.backbone.ways import Place, Product, Tape, flops_to_last_save, ways_of
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, Recompute, UnitCosts
@@ -33,6 +38,54 @@ from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, Recomput
 TRACE_BATCHES = (2, 4)
 MAX_TENSOR_ELEMENTS = 2**31
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# Of the operators that CUDA's autocast runs in fp32 (torch/csrc/autocast: AT_FORALL_FP32), those that the CPU's leaves alone and that models use.
+_FP32_ON_CUDA = frozenset(
+    {
+        nn.functional.layer_norm,
+        nn.functional.group_norm,
+        nn.functional.softmax,
+        nn.functional.log_softmax,
+        nn.functional.softplus,
+        nn.functional.normalize,
+        nn.functional.cosine_similarity,
+        torch.layer_norm,
+        torch.group_norm,
+        torch.softmax,
+        torch.log_softmax,
+        torch.exp,
+        torch.log,
+        torch.pow,
+        torch.rsqrt,
+        torch.reciprocal,
+        torch.norm,
+        torch.cumsum,
+        torch.sum,
+        torch.Tensor.softmax,
+        torch.Tensor.log_softmax,
+        torch.Tensor.exp,
+        torch.Tensor.log,
+        torch.Tensor.pow,
+        torch.Tensor.__pow__,
+        torch.Tensor.rsqrt,
+        torch.Tensor.reciprocal,
+        torch.Tensor.norm,
+        torch.Tensor.cumsum,
+        torch.Tensor.sum,
+    }
+)
+
+
+class _CudaRules(TorchFunctionMode):
+    """CUDA's autocast on fake CPU tensors: casts the inputs of its fp32 list."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args = tuple(
+                value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value for value in args
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
@@ -47,6 +100,8 @@ class _Interval:
     backward_more_levels: list[int] = field(default_factory=list)
     flops: int = 0
     traffic: int = 0
+    again_flops: int = 0  # of forwards inside backward
+    again_traffic: int = 0
     operators: int = 0
     made: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
@@ -111,6 +166,9 @@ class _Recorder(StorageCounter):
             if not self.in_backward:
                 interval.operators += 1
                 self._note_product(interval, func, args, out, _moved_bytes(func, args, tensor))
+            elif torch.is_grad_enabled():  # a module that runs in slices does its forward once more
+                interval.again_flops += forward_flops(func, args, out)
+                interval.again_traffic += _moved_bytes(func, args, tensor)
                 if func is torch.ops.aten._to_copy.default and id(args[0]) in self.weight_tensors:
                     number = self.number(tensor)
                     if number is not None:
@@ -261,6 +319,11 @@ class _Setting:
     dtype: torch.dtype | None
     channels_last: bool
     block: int
+    rules: str
+
+    def by_rules(self) -> AbstractContextManager[Any]:
+        """The target's autocast rules, around a whole step: backward may run a forward again."""
+        return _CudaRules() if self.rules == "cuda" and self.dtype is not None else nullcontext()
 
 
 class _Tracer:
@@ -298,7 +361,7 @@ class _Tracer:
         recorder = self.recorder()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         handles = [handle for parameter in trained for handle in recorder.watch_gradient(parameter)]
-        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder):
+        with self.mode, recorder, self.setting.by_rules(), _unit_hooks(self.model, self.chain, recorder):
             with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Held.unpack):
                 loss = self._loss(batch, recorder)
             recorder.enter_backward(len(self.names) - 1)
@@ -313,9 +376,29 @@ class _Tracer:
         """A forward whose saved tensors are let go at once."""
         recorder = self.recorder()
         let_go = torch.autograd.graph.saved_tensors_hooks(recorder.drop, lambda _: None)
-        with self.mode, recorder, _unit_hooks(self.model, self.chain, recorder), let_go:
+        with self.mode, recorder, self.setting.by_rules(), _unit_hooks(self.model, self.chain, recorder), let_go:
             self._loss(batch, recorder)
         return recorder
+
+    def input_shapes(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        """Input shapes of those modules (by their names) that one forward calls once, with one tensor."""
+        seen: dict[str, list[Any]] = {}
+        handles = [
+            self.model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: seen.setdefault(name, []).append((args, kwargs)), with_kwargs=True
+            )
+            for name in modules
+        ]
+        with self.mode, torch.no_grad():
+            self.model(self.images(TRACE_BATCHES[0]))
+        for handle in handles:
+            handle.remove()
+        shapes = {}
+        for name, calls in seen.items():
+            args, kwargs = calls[0]
+            if len(calls) == 1 and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+                shapes[name] = tuple(args[0].shape)
+        return shapes
 
     def evaluation(self, batch: int) -> list[int]:
         """Live bytes above the resident ones, moment by moment, of a forward without gradients in evaluation mode."""
@@ -323,7 +406,7 @@ class _Tracer:
         self.model.eval()
         recorder = self.recorder()
         recorder.enter(0)
-        with self.mode, torch.no_grad(), recorder:
+        with self.mode, torch.no_grad(), recorder, self.setting.by_rules():
             images = self.images(batch)
             with torch.autocast("cpu", dtype=self.setting.dtype or torch.bfloat16, enabled=self.setting.dtype is not None):
                 self.model(images)
@@ -347,6 +430,7 @@ def trace_costs(
     optimizer_name: str,
     clip_grad: float | None = None,
     ema: bool = False,
+    rules: Literal["cpu", "cuda"] = "cpu",
 ) -> tuple[Chain, MemoryProfile]:
     """The chain of a model and what its units cost.
 
@@ -357,6 +441,7 @@ def trace_costs(
         block: granularity of the device's allocator in bytes.
         raw_image_bytes: bytes of one image as the loader hands it over.
         make_optimizer: builds the optimizer for a (fake) model.
+        rules: whose autocast decides dtypes.
 
     Returns:
         The chain, and the profile (bytes and FLOPs, affine in the batch).
@@ -365,7 +450,7 @@ def trace_costs(
         ValueError: the model is no chain: fewer than two modules hand a tensor on.
     """
     mode, fake = fake_copy(model)
-    setting = _Setting(image_size, in_chans, num_classes, _AUTOCAST.get(precision), channels_last, block)
+    setting = _Setting(image_size, in_chans, num_classes, _AUTOCAST.get(precision), channels_last, block, rules)
     probe = _Tracer(mode, fake, Chain(()), setting)
     with mode:
         images = probe.images(TRACE_BATCHES[0])
@@ -374,9 +459,14 @@ def trace_costs(
         raise ValueError(f"{name} is no chain of modules: only {len(chain.units)} found that hand a tensor on; nothing can be planned")
     tracer = _Tracer(mode, fake, chain, setting)
     passes = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
+    sliceable = _sliceable(model, chain, tracer)
+    sliced: list[tuple[_Recorder, _Recorder]] = []
+    if any(sliceable):
+        with _running_in_slices(fake, sliceable):
+            sliced = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     few, many = TRACE_BATCHES
     evaluation = Highest.through(few, tracer.evaluation(few), many, tracer.evaluation(many))
-    units, boundaries = _assemble(fake, chain, passes)
+    units, boundaries = _assemble(fake, chain, passes, sliced, sliceable)
     weights, buffers = _rounded(fake.parameters(), block), _rounded(fake.buffers(), block)
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
     with mode:
@@ -445,11 +535,51 @@ def _resident(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
+def _sliceable(model: nn.Module, chain: Chain, tracer: _Tracer) -> list[tuple[str, ...]]:
+    """For each unit the names of the outermost modules inside that can run in slices."""
+    modules = dict(model.named_modules())
+    candidates = {
+        name: module
+        for unit in chain.units
+        if unit.opens_segment
+        for top in unit.modules
+        for name, module in modules.items()
+        if name.startswith(f"{top}.") and any(True for _ in module.children())
+    }
+    shapes = tracer.input_shapes(candidates)
+    found: list[tuple[str, ...]] = []
+    for unit in chain.units:
+        names: list[str] = []
+        for name, module in candidates.items():
+            inside = name.startswith(tuple(f"{top}." for top in unit.modules)) and not name.startswith(tuple(f"{one}." for one in names))
+            if inside and name in shapes and why_not(module, shapes[name]) is None:
+                names.append(name)
+        found.append(tuple(names))
+    return found
+
+
+@contextmanager
+def _running_in_slices(model: nn.Module, sliceable: list[tuple[str, ...]]) -> Iterator[None]:
+    modules = [model.get_submodule(name) for names in sliceable for name in names]
+    for module in modules:
+        module.__dict__["forward"] = partial(run_in_slices, module, module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
 def _assemble(
-    model: nn.Module, chain: Chain, passes: list[tuple[_Recorder, _Recorder]]
+    model: nn.Module,
+    chain: Chain,
+    passes: list[tuple[_Recorder, _Recorder]],
+    sliced: list[tuple[_Recorder, _Recorder]],
+    sliceable: list[tuple[str, ...]],
 ) -> tuple[tuple[UnitCosts, ...], tuple[Affine, ...]]:
-    """Units with affine figures from the passes at both batch sizes."""
+    """Units with affine figures from the passes at both batch sizes; ways in slices from those in which modules ran in slices."""
     layouts = [_Layout(stored, dropped) for stored, dropped in passes]
+    in_slices = [_Layout(stored, dropped) for stored, dropped in sliced]
     first = layouts[0]
     modules = dict(model.named_modules())
     owned: set[int] = set()
@@ -467,6 +597,13 @@ def _assemble(
     rest = own_gradients(("",))  # parameters that glue uses (position embedding, class token): the first glue's
 
     known: dict[object, tuple[Recompute, ...]] = {}  # units that behave alike are worked out once
+
+    def ways_by(tapes: tuple[Tape, ...], *, sliced: bool) -> tuple[Recompute, ...]:
+        alike = (sliced, *(tape.signature() for tape in tapes))
+        if alike not in known:
+            known[alike] = ways_of(*tapes, *TRACE_BATCHES, sliced=sliced)
+        return known[alike]
+
     units = []
     for position, index in enumerate(first.kept):
         is_unit = index % 2 == 1
@@ -485,8 +622,9 @@ def _assemble(
         tapes = tuple(layout.tape(index) for layout in layouts)
         ways: tuple[Recompute, ...] = ()
         if unit is not None and unit.opens_segment:
-            alike = tuple(tape.signature() for tape in tapes)
-            ways = known[alike] if alike in known else known.setdefault(alike, ways_of(*tapes, few, many))
+            ways = ways_by(tapes, sliced=False)
+            if sliceable[index // 2]:
+                ways += ways_by(tuple(layout.tape(index) for layout in in_slices), sliced=True)
         mine = gradients[unit.name] if unit else 0
         if unit is None and rest:
             mine, rest = rest, 0
@@ -507,6 +645,7 @@ def _assemble(
                 input_gradient=first.input_gradient(index),
                 parameter_gradients=mine,
                 flops_to_save=Affine.through(few, flops_to_last_save(tapes[0]), many, flops_to_last_save(tapes[1])),
+                sliceable=sliceable[index // 2] if unit else (),
                 ways=ways,
                 **by_batch,
             )
@@ -580,6 +719,8 @@ class _Layout:
             released=stored.released,
             products=[replace(found, changed=not self.dropped.changed.isdisjoint(found.outputs)) for found in dropped.products],
             flops=dropped.flops,
+            backward_flops=stored.again_flops,
+            backward_traffic=stored.again_traffic,
             input_size=0 if opening is None else self.dropped.sizes[opening],
             input_gone=None if opening is None else stored.gone.get(opening),
             output=dropped.output_number,

@@ -60,6 +60,7 @@ class Tape:
         born, died: moments of the dropping forward at which a storage came and went.
         gone: moment of the backward at which a storage was gone.
         unpacked, released: moments of the backward at which a place was asked for, and let go.
+        backward_flops, backward_traffic: of forwards that the unit's own backward runs (its sliced modules, once more).
         input_gone: moment of the backward at which the unit's input was gone; None: it stays.
     """
 
@@ -76,6 +77,8 @@ class Tape:
     released: dict[int, int] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
     flops: int = 0
+    backward_flops: int = 0
+    backward_traffic: int = 0
     input_size: int = 0
     input_gone: int | None = None
     output: int | None = None
@@ -92,7 +95,7 @@ class Tape:
             tuple(sorted(self.unpacked.items())),
             tuple(sorted(self.released.items())),
             tuple((product.flops, tuple(names.get(n) for n in product.outputs), product.changed) for product in self.products),
-            (self.input_size, self.input_gone, names.get(self.output)),  # type: ignore[arg-type]
+            (self.input_size, self.input_gone, names.get(self.output), self.backward_flops),  # type: ignore[arg-type]
         )
 
 
@@ -101,8 +104,13 @@ def flops_to_last_save(tape: Tape) -> int:
     return tape.places[-1].flops if tape.places else 0
 
 
-def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int) -> tuple[Recompute, ...]:
-    """The ways worth considering, the plain one first. Empty when the unit saves nothing or the traces differ in kind."""
+def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int, *, sliced: bool = False) -> tuple[Recompute, ...]:
+    """The ways worth considering, the plain one first. Empty when the unit saves nothing or the traces differ in kind.
+
+    Args:
+        few, many: the unit at two batch sizes.
+        sliced: its token-wise modules ran in slices; backward ran them once more, which the tapes count among the FLOPs of backward.
+    """
     if not few.places or not _alike(few, many):
         return ()
     chosen = list(_candidates(_Replay(_far(few, many))))
@@ -114,12 +122,13 @@ def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int) -> tuple[Rec
             Recompute(
                 keep=keep,
                 passes=borders,
+                sliced=sliced,
                 kept=Affine.through(few_batch, at_few.kept, many_batch, at_many.kept),
                 forward=Highest.through(few_batch, at_few.forward, many_batch, at_many.forward),
                 backward_first=Highest.through(few_batch, at_few.backward_first, many_batch, at_many.backward_first),
                 backward_more=Highest.through(few_batch, at_few.backward_more, many_batch, at_many.backward_more),
-                flops=Affine.through(few_batch, at_few.flops, many_batch, at_many.flops),
-                traffic=Affine.through(few_batch, at_few.traffic, many_batch, at_many.traffic),
+                flops=Affine.through(few_batch, at_few.flops + few.backward_flops, many_batch, at_many.flops + many.backward_flops),
+                traffic=Affine.through(few_batch, at_few.traffic + few.backward_traffic, many_batch, at_many.traffic + many.backward_traffic),
             )
         )
     return tuple(found)

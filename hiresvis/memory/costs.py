@@ -95,6 +95,7 @@ class Recompute:
     Attributes:
         keep: numbers of the costly operators (matrix products, convolutions, attention, in call order within the unit) whose
             outputs are kept, so that they are not run again.
+        sliced: the unit's token-wise modules (`UnitCosts.sliceable`) run in slices.
         passes: numbers of the saved tensors at which another pass begins. With one number the unit is run again twice:
             to its end, filling the second part of its saved tensors, and later up to that border, filling the first.
         kept: bytes of the kept outputs.
@@ -106,6 +107,7 @@ class Recompute:
 
     keep: tuple[int, ...]
     passes: tuple[int, ...]
+    sliced: bool
     kept: Affine
     forward: Highest
     backward_first: Highest
@@ -117,7 +119,7 @@ class Recompute:
     def from_json(cls, row: Mapping[str, Any]) -> Recompute:
         """What `asdict` made of it."""
         figures = {name: _figure(row[name]) for name in ("kept", "forward", "backward_first", "backward_more", "flops", "traffic")}
-        return cls(keep=tuple(row["keep"]), passes=tuple(row["passes"]), **figures)
+        return cls(keep=tuple(row["keep"]), passes=tuple(row["passes"]), sliced=row["sliced"], **figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ class UnitCosts:
         flops: multiply-adds times two of one forward.
         flops_to_save: of these, what comes before the last saved tensor, where a second run ends.
         traffic: bytes that the operators of one forward read and write.
+        sliceable: names of modules inside that work position by position, so that they can run in slices.
         ways: how the unit can be recomputed by itself, the plain way first; empty when it cannot.
     """
 
@@ -170,6 +173,7 @@ class UnitCosts:
     flops: Affine
     flops_to_save: Affine
     traffic: Affine
+    sliceable: tuple[str, ...]
     ways: tuple[Recompute, ...]
 
 

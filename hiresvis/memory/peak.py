@@ -85,19 +85,20 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
     return PredictedPeak(total_bytes=total, counted_bytes=counted, where=where, parts=parts)
 
 
-def find_way(unit: UnitCosts, keep: tuple[int, ...], passes: tuple[int, ...]) -> Recompute:
-    """The unit's way with these kept operators and passes."""
+def find_way(unit: UnitCosts, segment: Segment, passes: tuple[int, ...]) -> Recompute:
+    """The unit's way that the segment asks for, with these passes."""
+    sliced = bool(unit.sliceable) and set(unit.sliceable) <= set(segment.slices)
     for way in unit.ways:
-        if way.keep == keep and way.passes == passes:
+        if way.keep == segment.keep and way.passes == passes and way.sliced == sliced:
             return way
-    raise ValueError(f"{unit.name} has no way to recompute with kept operators {keep} and passes {passes}; plan again")
+    raise ValueError(f"{unit.name} has no way to recompute with kept operators {segment.keep} and passes {passes}; plan again")
 
 
 def way_of(profile: MemoryProfile, segment: Segment) -> Recompute | None:
     """How a single unit is recomputed; None for what is stored, runs all at once, or has several units."""
     if not segment.passes or segment.end > segment.start + 1:
         return None
-    return find_way(profile.units[segment.start], segment.keep, segment.passes[0])
+    return find_way(profile.units[segment.start], segment, segment.passes[0])
 
 
 def offloaded_bytes(profile: MemoryProfile, segment: Segment, batch: int) -> int:
@@ -202,7 +203,7 @@ class _Walk:
             self.kept.append((0, frozenset((unit.output_id,))))
         casts = self.stored_casts
         for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
-            way = find_way(unit, segment.keep, passes)
+            way = find_way(unit, segment, passes)
             excess = way.backward_more if self.setting.accumulates else way.backward_first
             live = self._saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
             self._note(live + excess.at(self.batch), f"recompute and backward of {unit.name}")

@@ -17,11 +17,12 @@ class Segment:
 
     Attributes:
         tier: `store` (one unit), or what is kept for backward: the input (`recompute`), costly outputs besides (`keep`), both
-            in host memory (`offload`).
+            in host memory (`offload`), or the input while token-wise modules run in slices (`chunk`).
         passes: how the segment is run again. Empty: all at once, as far as its last saved tensor. Else one entry per unit,
             the saved tensors at which that unit's second run begins another pass (see `costs.Recompute`): the segment is
             *nested*, units are run again one by one from the last to the first, each from an input held since the first rerun.
         keep: of a single unit, the costly operators whose outputs are kept.
+        slices: names of the modules that run in slices.
     """
 
     start: int
@@ -29,6 +30,7 @@ class Segment:
     tier: Tier = "store"
     passes: tuple[tuple[int, ...], ...] = ()
     keep: tuple[int, ...] = ()
+    slices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.end, (self.start, self.end)
@@ -45,7 +47,7 @@ class Segment:
     def from_json(cls, row: Mapping[str, Any]) -> Segment:
         """What `asdict` made of it."""
         passes = tuple(tuple(unit) for unit in row["passes"])
-        return cls(row["start"], row["end"], row["tier"], passes, tuple(row["keep"]))
+        return cls(row["start"], row["end"], row["tier"], passes, tuple(row["keep"]), tuple(row["slices"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,15 @@ The grid is absolute and does not depend on the room, so that more room allows e
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
 
 from hiresvis.units import MIB
 
-from .costs import Highest, MemoryProfile, Recompute, UnitCosts
-from .peak import StepSetting, offloaded_bytes
+from .costs import Highest, MemoryProfile, Recompute, Tier, UnitCosts
+from .peak import StepSetting, find_way, offloaded_bytes
 from .plan import Segment
 
 GRID_BYTES = 2 * MIB
@@ -78,7 +78,7 @@ def segment_flops(profile: MemoryProfile, segment: Segment) -> int:
         return 0
     if segment.passes:
         again = sum(unit.flops.slope for unit in units[:-1])
-        return again + sum(_way(unit, segment.keep, passes).flops.slope for unit, passes in zip(units, segment.passes, strict=True))
+        return again + sum(find_way(unit, segment, passes).flops.slope for unit, passes in zip(units, segment.passes, strict=True))
     saving = [index for index, unit in enumerate(units) if saves_anything(unit)]
     if not saving:
         return 0  # frozen: backward asks for nothing
@@ -92,7 +92,7 @@ def segment_traffic(profile: MemoryProfile, segment: Segment) -> int:
         return 0
     if segment.passes:
         again = sum(unit.traffic.slope for unit in units[:-1])
-        return again + sum(_way(unit, segment.keep, passes).traffic.slope for unit, passes in zip(units, segment.passes, strict=True))
+        return again + sum(find_way(unit, segment, passes).traffic.slope for unit, passes in zip(units, segment.passes, strict=True))
     return sum(unit.traffic.slope for unit in units)
 
 
@@ -296,13 +296,13 @@ class Program:
         unit, batch = self.profile.units[index], self.batch
         opener = 0 if opening_kept else unit.input.at(batch)
         for way in unit.ways:
-            if (way.keep and "keep" not in self.allow) or (way.passes and "nested" not in self.allow):
+            if not self._allowed(way):
                 continue
             kept = opener + way.kept.at(batch)
             forward = self._live(index, opening_kept) + way.forward.at(batch)
             backward = kept + unit.output.at(batch) + self._excess(way).at(batch) + self.casts[index] + self._gradients(index)
-            tier = "keep" if way.keep else "recompute"
-            segment = Segment(index, index + 1, tier, (way.passes,), way.keep)
+            tier: Tier = "chunk" if way.sliced else "keep" if way.keep else "recompute"
+            segment = Segment(index, index + 1, tier, (way.passes,), way.keep, unit.sliceable if way.sliced else ())
             option = Option(segment, self._cost(segment), opening_kept, False, kept, max(opener + forward, backward))
             yield option
             if "offload" in self.allow and not opening_kept:
@@ -344,16 +344,21 @@ class Program:
         choices = []
         for index in range(start, end):
             unit, fixed = units[index], held[index - start] + units[index].output.at(batch) + self._gradients(index)
-            ways = [way for way in unit.ways if not way.keep]
+            ways = [way for way in unit.ways if not way.keep and self._allowed(way)]
             choices.append([(fixed + self._excess(way).at(batch), way) for way in ways])
         # For so much room, each unit is recomputed in the cheapest way that it allows: one option per amount at which that changes.
         least = max(forward, *(min(need for need, _ in ways) for ways in choices))
         needs = sorted({least, *(need for ways in choices for need, _ in ways if need > least)})
         for most in needs[:: -(-len(needs) // MAX_NESTED_CHOICES)]:
             picked = [min((found for found in ways if found[0] <= most), key=lambda found: found[1].flops.slope) for ways in choices]
-            segment = Segment(start, end, "recompute", tuple(way.passes for _, way in picked))
+            slices = tuple(name for unit, (_, way) in zip(units[start:end], picked, strict=True) if way.sliced for name in unit.sliceable)
+            segment = Segment(start, end, "chunk" if slices else "recompute", tuple(way.passes for _, way in picked), (), slices)
             need = max(forward, *(found for found, _ in picked))
             yield Option(segment, self._cost(segment), opening_kept, False, opener, need)
+
+    def _allowed(self, way: Recompute) -> bool:
+        asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}
+        return all(freedom in self.allow for freedom, asked in asks.items() if asked)
 
     def _cost(self, segment: Segment) -> int:
         return segment_cost(self.profile, segment, self.host, self.flops_per_byte) + 1
@@ -364,14 +369,10 @@ class Program:
     def _offloaded(self, option: Option) -> Option:
         """The same with what it keeps in host memory; beside it another such transfer may be under way."""
         found = option.segment
-        segment = Segment(found.start, found.end, "offload", found.passes, found.keep)
+        segment = replace(found, tier="offload")
         neighbour = self.profile.units[max(0, found.start - 1)].input.at(self.batch)
         price = int(self.host_price * offloaded_bytes(self.profile, segment, 1))
         return Option(segment, self._cost(segment) + price, option.opening_kept, False, 0, option.need + max(neighbour, option.added))
-
-
-def _way(unit: UnitCosts, keep: tuple[int, ...], passes: tuple[int, ...]) -> Recompute:
-    return next(way for way in unit.ways if way.keep == keep and way.passes == passes)
 
 
 def _undominated(options: Iterator[Option]) -> list[Option]:

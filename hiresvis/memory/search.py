@@ -18,12 +18,13 @@ from .plan import CheckpointPlan, NoPlan, Segment, describe_stages, store_all, u
 from .program import GRID_BYTES, Freedom, Host, Program, segment_cost, segment_flops
 
 UNIFORM_SPACINGS = (4, 2, 1)
-# What plans may use, by rung of the ladder: each adds a finer tier. The last two need leave: a host, and `exact: close`.
+# What plans may use, by rung of the ladder: each adds a finer tier. The last two need leave: `exact: close`, and a host.
 FREEDOMS: tuple[tuple[str, frozenset[Freedom]], ...] = (
     ("mixed", frozenset({"recompute"})),
     ("keep", frozenset({"recompute", "keep"})),
     ("nested", frozenset({"recompute", "keep", "nested"})),
-    ("offload", frozenset({"recompute", "keep", "nested", "offload"})),
+    ("chunk", frozenset({"recompute", "keep", "nested", "chunk"})),
+    ("offload", frozenset({"recompute", "keep", "nested", "chunk", "offload"})),
 )
 _UNPLANNED = ("evaluation", "optimizer step")  # peaks that no plan changes
 _HOST_PRICES = (0.0, 1.0, 8.0, 64.0, 512.0, 4096.0)  # FLOPs per offloaded byte, until the host's memory is enough
@@ -57,7 +58,8 @@ class Limits:
     @property
     def allowed(self) -> frozenset[Freedom]:
         """All that plans may use."""
-        return FREEDOMS[-1][1] if self.host is not None else FREEDOMS[-2][1]
+        forbidden = {*(() if self.exact == "close" else ("chunk",)), *(() if self.host is not None else ("offload",))}
+        return FREEDOMS[-1][1] - forbidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +288,9 @@ class Planner:
             rungs.append(Rung(spacing=name, candidate=self.score(segments, max(1, largest)), fits=largest > 0))
         if self._pinned() is None:
             before = None
-            for name, allow in FREEDOMS:
-                largest = self.largest(allow) if allow <= self.limits.allowed else 0
+            for name, freedom in FREEDOMS:
+                allow = freedom & self.limits.allowed
+                largest = self.largest(allow) if name == "mixed" or name in allow else 0
                 candidate = self.best(largest, allow) if largest else None
                 if candidate is not None and candidate.segments != before:
                     rungs.append(Rung(spacing=name, candidate=candidate, fits=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.segments import apply_segments
+from hiresvis.backbone.slices import why_not
 from hiresvis.memory.costs import MemoryProfile, UnitCosts
 from hiresvis.memory.peak import StepSetting, predict_peak
 from hiresvis.memory.plan import Segment
@@ -28,7 +30,8 @@ def _alone(profile: MemoryProfile, number: int) -> tuple[Segment, ...]:
         if not unit.ways:
             segments.append(Segment(index, index + 1))
             continue
-        way = unit.ways[(number + index) % len(unit.ways)]
+        ways = [way for way in unit.ways if not way.sliced]
+        way = ways[(number + index) % len(ways)]
         segments.append(Segment(index, index + 1, "keep" if way.keep else "recompute", (way.passes,), way.keep))
     return tuple(segments)
 
@@ -45,7 +48,7 @@ def _nested(profile: MemoryProfile, length: int) -> tuple[Segment, ...]:
             segments.append(Segment(index, index + 1))
             index += 1
             continue
-        passes = tuple(max((way.passes for way in unit.ways if not way.keep), key=len) for unit in profile.units[index:end])
+        passes = tuple(max((way.passes for way in unit.ways if not way.keep and not way.sliced), key=len) for unit in profile.units[index:end])
         segments.append(Segment(index, end, "recompute", passes))
         index = end
     return tuple(segments)
@@ -124,6 +127,64 @@ def test_every_tiers_peak_is_predicted(lab, name: str, precision: str) -> None:
             slack = max((unit.input.at(33) + unit.ways[-1].kept.at(33) for unit in profile.units if unit.ways), default=0)
             above = slack if label.startswith("offloaded") else 0
             assert counted * (1 - TOLERANCE) <= predicted <= counted * (1 + TOLERANCE) + above, f"{label}, {kind}: {predicted / counted - 1:+.2%}"
+
+
+def _sliced(profile: MemoryProfile) -> tuple[Segment, ...]:
+    """Every unit that can in slices, by itself, in the last of its ways; two that follow each other as a nest."""
+    segments: list[Segment] = []
+    for index, unit in enumerate(profile.units):
+        ways = [way for way in unit.ways if way.sliced]
+        if not ways:
+            segments.append(Segment(index, index + 1))
+            continue
+        before = segments[-1] if segments else None
+        if len(ways) > 1 and before and before.tier == "chunk" and before.end - before.start == 1 and unit.recomputable and not before.keep:
+            plain = next(way for way in reversed(ways) if not way.keep)
+            segments[-1] = Segment(before.start, index + 1, "chunk", (*before.passes, plain.passes), (), (*before.slices, *unit.sliceable))
+            continue
+        way = ways[-1] if index % 3 else next(way for way in reversed(ways) if not way.keep)
+        segments.append(Segment(index, index + 1, "chunk", (way.passes,), way.keep, unit.sliceable))
+    return tuple(segments)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
+def test_slices_give_the_same_gradients_but_for_the_order_of_sums(lab, name: str) -> None:
+    """chunk: each gradient within 1e-5 of its norm, the loss within 1e-6, the peak predicted within 1%."""
+    px, _ = lab.SMALL[name]
+    profile, gradients, losses = lab.small_profile(name), [], []
+    segments = _sliced(profile)
+    assert sum(bool(segment.slices) for segment in segments) >= 2
+    for planned in (False, True):
+        model = lab.make_model(name)
+        images = torch.randn(3, 3, px, px, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+        torch.manual_seed(7)
+        with lab.applied(model, profile, segments) if planned else nullcontext():
+            loss = nn.functional.cross_entropy(model(images), torch.arange(3))
+            loss.backward()
+        losses.append(loss.detach())
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6)
+    for key, expected in gradients[0].items():
+        assert (gradients[1][key] - expected).norm() <= 1e-5 * expected.norm() + 1e-9, key
+    measured = lab.measure_steps(lab.make_model(name), profile, segments, 33, fake=True)
+    predicted = predict_peak(profile, segments, 33, StepSetting(accumulates=False, eval_batch=0)).counted_bytes
+    assert predicted == pytest.approx(measured.single, rel=TOLERANCE)
+
+
+def test_only_what_works_position_by_position_runs_in_slices() -> None:
+    """MLPs and pointwise convolutions qualify; attention, squeeze-excite, a global response norm and active dropout are refused by name."""
+    from timm.layers import ConvMlp, GlobalResponseNormMlp, Mlp, SqueezeExcite, SwiGLU
+    from timm.models.vision_transformer import Attention
+
+    assert why_not(Mlp(8, 32), (4, 64, 8)) is None
+    assert why_not(SwiGLU(8, 32), (4, 64, 8)) is None
+    assert why_not(ConvMlp(8, 32), (4, 8, 16, 16)) is None
+    assert why_not(SqueezeExcite(32), (4, 32, 16, 16)) == "its output at one position depends on others"
+    assert why_not(GlobalResponseNormMlp(8, 32), (4, 16, 16, 8)) == "GlobalResponseNorm may mix positions"
+    assert "depends on others" in why_not(Attention(8, num_heads=2), (4, 64, 8))
+    assert why_not(Mlp(8, 32, drop=0.5).train(), (4, 64, 8)) == "dropout draws random numbers"
+    assert why_not(nn.Sequential(nn.Linear(8, 8)), (4, 64, 8)) == "it has no pair of linear layers or 1x1 convolutions"
+    assert "no 8 slices" in why_not(Mlp(8, 32), (4, 7, 8))
 
 
 def test_units_run_as_often_as_the_plan_says(lab) -> None:

@@ -38,6 +38,7 @@ def unit(index: int, **changes: object) -> UnitCosts:
         "parameter_gradients": 7,
         "flops": line(1000),
         "traffic": line(0),
+        "sliceable": (),
         "ways": (),
         **changes,
     }
@@ -56,7 +57,7 @@ def way(*, keep: tuple[int, ...] = (), passes: tuple[int, ...] = (), **changes: 
         "traffic": line(0),
         **changes,
     }
-    return Recompute(keep=keep, passes=passes, **values)
+    return Recompute(keep=keep, passes=passes, sliced=False, **values)
 
 
 def profile(*units: UnitCosts, **changes: object) -> MemoryProfile:
