@@ -112,7 +112,10 @@ class _Walk:
 
     def __init__(self, profile: MemoryProfile, batch: int, setting: StepSetting) -> None:
         self.profile, self.batch, self.setting = profile, batch, setting
+        self.sizes = [boundary.at(batch) for boundary in profile.boundaries]
         self.kept: list[tuple[int, frozenset[int]]] = []  # (interior bytes, boundaries) per segment so far
+        self.kept_bytes = 0  # of all that is kept, each boundary once
+        self.holders = [0] * len(self.sizes)  # how many of `kept` hold a boundary
         self.gradients = profile.gradients if setting.accumulates else 0
         self.casts = 0  # weights in the autocast precision that the forward's cache holds; it goes when the forward ends
         self.stored_casts = 0  # of these, what stored units keep until their backward; recomputed ones make theirs again
@@ -123,13 +126,30 @@ class _Walk:
         self.peak_gradients = 0
         self.peak_saved = 0
 
+    def _push(self, interior: int, boundaries: frozenset[int] = frozenset()) -> None:
+        self.kept.append((interior, boundaries))
+        self.kept_bytes += interior
+        for number in boundaries:
+            if not self.holders[number]:
+                self.kept_bytes += self.sizes[number]
+            self.holders[number] += 1
+
+    def _pop(self) -> tuple[int, frozenset[int]]:
+        interior, boundaries = self.kept.pop()
+        self.kept_bytes -= interior
+        for number in boundaries:
+            self.holders[number] -= 1
+            if not self.holders[number]:
+                self.kept_bytes -= self.sizes[number]
+        return interior, boundaries
+
+    def _replace(self, interior: int, boundaries: frozenset[int] | None = None) -> None:
+        """What the last entry keeps now; the same boundaries unless told otherwise."""
+        _, before = self._pop()
+        self._push(interior, before if boundaries is None else boundaries)
+
     def _saved(self, extra: Iterable[int] = ()) -> int:
-        numbers: set[int] = set(extra)
-        interior = 0
-        for bytes_inside, boundaries in self.kept:
-            interior += bytes_inside
-            numbers |= boundaries
-        return interior + self.profile.boundary_bytes(numbers, self.batch)
+        return self.kept_bytes + sum(self.sizes[number] for number in set(extra) if not self.holders[number])
 
     def _note(self, value: int, where: str) -> None:
         if value > self.peak:
@@ -140,7 +160,7 @@ class _Walk:
         stored = segment.tier == "store"
         way = way_of(self.profile, segment)
         if not stored:
-            self.kept.append((0, frozenset((units[0].input_id,))))
+            self._push(0, frozenset((units[0].input_id,)))
         for unit in units:
             excess = unit.forward_stored if stored else way.forward if way else unit.forward_dropped
             live = self._saved(unit.held) + self.casts + self.gradients + self.in_transfer
@@ -148,33 +168,33 @@ class _Walk:
             self.casts += unit.cast
             if stored:
                 self.stored_casts += unit.cast
-                self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
+                self._push(unit.interior.at(self.batch), frozenset(unit.saves))
         if segment.tier == "offload":
             # It leaves the device while the next segment runs; the one before has arrived by then.
             self.in_transfer = offloaded_bytes(self.profile, segment, self.batch)
-            self.kept[-1] = (0, frozenset())
+            self._replace(0, frozenset())
             self.offloaded.append(segment)
         elif way:
-            self.kept[-1] = (way.kept.at(self.batch), self.kept[-1][1])
+            self._replace(way.kept.at(self.batch))
 
     def backward(self, segment: Segment) -> None:
         units = self.profile.units[segment.start : segment.end]
         if segment.tier == "store":
             self._backward_of(segment.start, self.stored_casts)
             self.stored_casts -= units[0].cast
-            self.kept.pop()
+            self._pop()
             return
         if segment.tier == "offload":
             # Back on the device; the next one to be needed is already on its way.
             self.offloaded.pop()
             way = way_of(self.profile, segment)
-            self.kept[-1] = (way.kept.at(self.batch) if way else 0, frozenset((units[0].input_id,)))
+            self._replace(way.kept.at(self.batch) if way else 0, frozenset((units[0].input_id,)))
             self.in_transfer = offloaded_bytes(self.profile, self.offloaded[-1], self.batch) if self.offloaded else 0
         if segment.passes:
             self._backward_in_passes(segment)
         else:
             self._backward_at_once(segment)
-        self.kept.pop()
+        self._pop()
 
     def _backward_at_once(self, segment: Segment) -> None:
         """The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it."""
@@ -185,11 +205,11 @@ class _Walk:
             live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
             self._note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
-            self.kept.append((unit.interior.at(self.batch), frozenset(unit.saves)))
+            self._push(unit.interior.at(self.batch), frozenset(unit.saves))
         for index in reversed(range(segment.start, segment.end)):
             self._backward_of(index, casts)
             casts -= self.profile.units[index].cast
-            self.kept.pop()
+            self._pop()
 
     def _backward_in_passes(self, segment: Segment) -> None:
         """The first rerun leaves each unit's input; then unit after unit, from the last, is recomputed by itself."""
@@ -200,7 +220,7 @@ class _Walk:
             live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
             self._note(live + unit.forward_dropped.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
-            self.kept.append((0, frozenset((unit.output_id,))))
+            self._push(0, frozenset((unit.output_id,)))
         casts = self.stored_casts
         for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
             way = find_way(unit, segment, passes)
@@ -210,7 +230,7 @@ class _Walk:
             if not self.setting.accumulates:
                 self.gradients += unit.parameter_gradients
             if unit is not units[0]:
-                self.kept.pop()
+                self._pop()
 
     def _backward_of(self, index: int, casts: int) -> None:
         unit = self.profile.units[index]

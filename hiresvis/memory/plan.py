@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .costs import MemoryProfile, Tier
@@ -60,6 +61,7 @@ class CheckpointPlan:
         micro_batch: images in one forward; batch: images the optimizer sees; accumulation: forwards per step.
         predicted_peak_bytes: by simulation, baseline included; predicted_counted_bytes: live storages alone.
         host_bytes: host memory that offloaded segments take.
+        versions: torch and timm releases that the costs were traced with.
         recompute_fraction: recomputed FLOPs over the FLOPs of a step without recompute.
         stages: one readable line per stage.
         parts: the predicted peak, taken apart.
@@ -82,6 +84,7 @@ class CheckpointPlan:
     parts: Mapping[str, int]
     why: str
     host_bytes: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
@@ -154,7 +157,7 @@ def describe_stages(profile: MemoryProfile, segments: tuple[Segment, ...]) -> tu
     """One phrase per stage that recomputes, then "rest stored": ("stage0 spacing 1", "stage2 spacing 2 on 9 of 27", ...).
 
     Segments of several lengths in one stage give a range ("spacing 1-3"); one that crosses stages stands by itself
-    ("stem to stage1 as one segment of 4").
+    ("stem to stage1 as one segment of 4"). What is done besides follows ("stage2 spacing 1, keeping outputs, 3 in passes").
     """
     totals: dict[str, int] = {}
     for unit in profile.units:
@@ -163,6 +166,7 @@ def describe_stages(profile: MemoryProfile, segments: tuple[Segment, ...]) -> tu
     lengths: dict[str, list[int]] = {}
     recomputed = dict.fromkeys(totals, 0)
     lines: dict[str, str] = {}
+    finer: dict[str, Counter[str]] = {}
     for segment in segments:
         if segment.tier == "store":
             continue
@@ -172,13 +176,32 @@ def describe_stages(profile: MemoryProfile, segments: tuple[Segment, ...]) -> tu
         if inside[0] == inside[-1]:
             lengths.setdefault(inside[0], []).append(len(inside))
             lines.setdefault(inside[0], "")
+            finer.setdefault(inside[0], Counter()).update(_finer(segment))
         else:
-            lines[f"{inside[0]} to {inside[-1]}"] = f"{inside[0]} to {inside[-1]} as one segment of {len(inside)}"
+            besides = "".join(f", {word}" for word in _finer(segment))
+            lines[f"{inside[0]} to {inside[-1]}"] = f"{inside[0]} to {inside[-1]} as one segment of {len(inside)}{besides}"
     for stage, found in lengths.items():
         spacing = f"{min(found)}-{max(found)}" if min(found) != max(found) else f"{found[0]}"
         share = "" if sum(found) == totals[stage] else f" on {sum(found)} of {totals[stage]}"
-        lines[stage] = f"{stage} spacing {spacing}{share}"
+        besides = "".join(f", {word}" if count == len(found) else f", {count} {word}" for word, count in finer[stage].items())
+        lines[stage] = f"{stage} spacing {spacing}{share}{besides}"
     if not lines:
         return ("all stored",)
     rest = ("rest stored",) if any(recomputed[stage] < total for stage, total in totals.items()) else ()
     return (*lines.values(), *rest)
+
+
+def _finer(segment: Segment) -> list[str]:
+    """What a segment does besides recomputing from its input, in words."""
+    words = []
+    if segment.keep:
+        words.append("keeping outputs")
+    if segment.end - segment.start > 1 and segment.passes:
+        words.append("nested")
+    if any(segment.passes):
+        words.append("in passes")
+    if segment.slices:
+        words.append("in slices")
+    if segment.tier == "offload":
+        words.append("on the host")
+    return words

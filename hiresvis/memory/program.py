@@ -18,6 +18,8 @@ The grid is absolute and does not depend on the room, so that more room allows e
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,12 +28,13 @@ import numpy as np
 
 from hiresvis.units import MIB
 
-from .costs import Highest, MemoryProfile, Recompute, Tier, UnitCosts
+from .costs import MemoryProfile, Recompute, Tier, UnitCosts
 from .peak import StepSetting, find_way, offloaded_bytes
 from .plan import Segment
 
 GRID_BYTES = 2 * MIB
 MAX_GRID_POINTS = 8192
+SLICES_PRICE = 0.1  # of a unit's FLOPs: bit-identity is given up only for more than that
 MAX_NESTED_UNITS = 12  # a longer nest holds more inputs than it saves
 MAX_NESTED_CHOICES = 8  # amounts of room that a nest's units are fitted to
 
@@ -104,7 +107,14 @@ def saves_anything(unit: UnitCosts) -> bool:
 def segment_cost(profile: MemoryProfile, segment: Segment, host: Host | None, flops_per_byte: float) -> int:
     """What a segment adds to a step, per image, in FLOPs: work done again, its memory traffic, and waiting for the host."""
     again = segment_flops(profile, segment) + int(flops_per_byte * segment_traffic(profile, segment))
-    return again + waiting_flops(profile, segment, host)
+    units = profile.units[segment.start : segment.end]
+    sliced = sum(slices_price(unit) for unit in units if segment.slices and set(unit.sliceable) <= set(segment.slices))
+    return again + sliced + waiting_flops(profile, segment, host)
+
+
+def slices_price(unit: UnitCosts) -> int:
+    """What running a unit's modules in slices is held to cost beyond its work, per image."""
+    return int(SLICES_PRICE * unit.flops.slope) if unit.sliceable else 0
 
 
 def waiting_flops(profile: MemoryProfile, segment: Segment, host: Host | None) -> int:
@@ -152,12 +162,15 @@ class Program:
         self.later_gradients = [0] * (len(profile.units) + 1)
         for index in reversed(range(len(profile.units))):
             self.later_gradients[index] = self.later_gradients[index + 1] + profile.units[index].parameter_gradients
-        self.options: dict[tuple[int, int], list[Option]] = {}
+        self.boundaries = [boundary.at(batch) for boundary in profile.boundaries]
         count = len(profile.units)
+        self.sizes = [_Sizes(self, index) for index in range(count)]
+        self.live = [(self._live(index, False), self._live(index, True)) for index in range(count)]
+        self.options: dict[tuple[int, int], list[Option]] = {}
         for start in range(count):
             for bit in (0, 1):
                 self.options[start, bit] = _undominated(self._options(start, bool(bit)))
-        self.images = profile.boundary_bytes((self.images_id,), batch)
+        self.images = self.boundaries[self.images_id]
 
     def least_kept(self, room: int) -> tuple[Segment, ...] | None:
         """A plan that fits in `room` bytes, found by keeping the fewest; None when there is none."""
@@ -244,135 +257,142 @@ class Program:
         return grid, min(room, most_kept) // grid + 1
 
     def _options(self, start: int, opening_kept: bool) -> Iterator[Option]:
-        yield self._stored(start, opening_kept)
         units = self.profile.units
+        yield self._stored(start, opening_kept)
         if not units[start].opens_segment or "recompute" not in self.allow:
             return
-        yield from self._alone(start, opening_kept)
-        end = start + 1
-        flat = nested = True
-        while end <= len(units) and units[end - 1].recomputable and (flat or nested):
-            if flat:
-                option = self._at_once(start, end, opening_kept)
-                if end > start + 1 or not units[start].ways:
-                    yield option
-                    if "offload" in self.allow and not opening_kept:
-                        yield self._offloaded(option)
-                # A longer segment needs more, but for what its second run finds there: its output's gradient, and later units'.
-                flat = option.need - units[end - 1].output.at(self.batch) - self._gradients(end - 1) <= self.room
-            nested = "nested" in self.allow and end - start <= MAX_NESTED_UNITS and all(unit.ways for unit in units[start:end])
-            if nested and end > start + 1:
-                for option in self._nested(start, end, opening_kept):
-                    yield option
-                    if "offload" in self.allow and not opening_kept:
-                        yield self._offloaded(option)
-            end += 1
-
-    def _kept_before(self, unit: UnitCosts, opening_kept: bool) -> set[int]:
-        return {self.images_id, unit.input_id} if opening_kept else {self.images_id}
-
-    def _gradients(self, index: int) -> int:
-        return self.profile.gradients if self.setting.accumulates else self.later_gradients[index + 1]
+        found = self._alone(start, opening_kept)
+        for option in itertools.chain(found, self._longer(start, opening_kept)):
+            yield option
+            if "offload" in self.allow and not opening_kept:
+                yield self._offloaded(option)
 
     def _live(self, index: int, opening_kept: bool) -> int:
         """Live bytes above those kept, when the forward of a unit begins."""
         unit = self.profile.units[index]
-        held = set(unit.held) - self._kept_before(unit, opening_kept)
+        before = {self.images_id, unit.input_id} if opening_kept else {self.images_id}
         persisting = self.profile.gradients if self.setting.accumulates else 0
-        return self.profile.boundary_bytes(held, self.batch) + self.casts[index] + persisting
+        return sum(self.boundaries[number] for number in set(unit.held) - before) + self.casts[index] + persisting
 
     def _stored(self, index: int, opening_kept: bool) -> Option:
-        unit, batch = self.profile.units[index], self.batch
-        new = set(unit.saves) - self._kept_before(unit, opening_kept)
-        added = unit.interior.at(batch) + self.profile.boundary_bytes(new, batch)
-        excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-        backward = added + unit.output.at(batch) + excess.at(batch) + self.casts[index + 1] + self._gradients(index)
-        need = max(self._live(index, opening_kept) + unit.forward_stored.at(batch), backward)
+        unit, size = self.profile.units[index], self.sizes[index]
+        before = {self.images_id, unit.input_id} if opening_kept else {self.images_id}
+        added = size.interior + sum(self.boundaries[number] for number in set(unit.saves) - before)
+        backward = added + size.output + size.backward + self.casts[index + 1] + size.gradients
+        need = max(self.live[index][opening_kept] + size.forward_stored, backward)
         closing = unit.output_id in unit.saves or (unit.output_id == unit.input_id and opening_kept)
         return Option(Segment(index, index + 1), 0, opening_kept, closing, added, need)
 
     def _alone(self, index: int, opening_kept: bool) -> Iterator[Option]:
         """One unit recomputed by itself, in each of its ways."""
-        unit, batch = self.profile.units[index], self.batch
-        opener = 0 if opening_kept else unit.input.at(batch)
-        for way in unit.ways:
-            if not self._allowed(way):
-                continue
-            kept = opener + way.kept.at(batch)
-            forward = self._live(index, opening_kept) + way.forward.at(batch)
-            backward = kept + unit.output.at(batch) + self._excess(way).at(batch) + self.casts[index] + self._gradients(index)
+        unit, size = self.profile.units[index], self.sizes[index]
+        opener = 0 if opening_kept else size.input
+        for way, forward, backward, cost in size.ways:
+            kept = opener + way.kept.at(self.batch)
+            need = max(
+                opener + self.live[index][opening_kept] + forward,
+                kept + size.output + backward + self.casts[index] + size.gradients,
+            )
             tier: Tier = "chunk" if way.sliced else "keep" if way.keep else "recompute"
             segment = Segment(index, index + 1, tier, (way.passes,), way.keep, unit.sliceable if way.sliced else ())
-            option = Option(segment, self._cost(segment), opening_kept, False, kept, max(opener + forward, backward))
-            yield option
-            if "offload" in self.allow and not opening_kept:
-                yield self._offloaded(option)
+            yield Option(segment, cost + 1, opening_kept, False, kept, need)
 
-    def _at_once(self, start: int, end: int, opening_kept: bool) -> Option:
-        units, batch = self.profile.units, self.batch
-        opener = 0 if opening_kept else units[start].input.at(batch)
-        need = 0
-        for index in range(start, end):
-            need = max(need, opener + self._live(index, index == start) + units[index].forward_dropped.at(batch))
-        inside = _Inside(self.profile, start, end, batch)
-        gradient = units[end - 1].output.at(batch)
-        base = opener + self.casts[end]
-        for offset, index in enumerate(range(start, end)):
-            unit = units[index]
-            again = inside.saved_before[offset] + unit.forward_stored.at(batch) + gradient + self._gradients(end - 1)
-            excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-            back = inside.saved_before[offset + 1] + unit.output.at(batch) + excess.at(batch) + self._gradients(index)
-            need = max(need, base + again, base + back)
-        segment = Segment(start, end, "recompute")
-        return Option(segment, self._cost(segment), opening_kept, False, opener, need)
+    def _longer(self, start: int, opening_kept: bool) -> Iterator[Option]:
+        """Segments that start here, run again at once or nested; their highest needs grow with them, so each is a step from the last."""
+        units, numbers = self.profile.units, {self.profile.units[start].input_id}
+        opener = 0 if opening_kept else self.sizes[start].input
+        forward = 0  # highest of the first forward
+        again = back = interior = kept_boundaries = 0  # highest of the second run, and of the backward that follows, all at once
+        dropped = inputs = work = 0  # of a nested first rerun; inputs that it holds; FLOPs that it takes
+        choices: list[_Choices] = []
+        flat, nested = True, "nested" in self.allow
+        index = start
+        while index < len(units) and units[index].recomputable and (flat or nested):
+            unit, size = units[index], self.sizes[index]
+            forward = max(forward, opener + self.live[index][opening_kept if index == start else True] + size.forward_dropped)
+            gradient = size.output + size.gradients
+            if flat:
+                new_input = 0 if unit.input_id in numbers else self.boundaries[unit.input_id]
+                again = max(again, interior + kept_boundaries + new_input + size.forward_stored)
+                interior += size.interior
+                kept_boundaries += sum(self.boundaries[number] for number in set(unit.saves) - numbers)
+                numbers |= set(unit.saves)
+                back = max(back, interior + kept_boundaries + gradient + size.backward)
+                base = opener + self.casts[index + 1]
+                need = max(forward, base + again + gradient, base + back)
+                if index > start or not unit.ways:
+                    segment = Segment(start, index + 1, "recompute")
+                    cost = segment_cost(self.profile, segment, None, self.flops_per_byte) + 1
+                    yield Option(segment, cost, opening_kept, False, opener, need)
+                # A longer segment needs more, but for what its second run finds there: its output's gradient, and later units'.
+                flat = need - gradient <= self.room
+            nested = nested and bool(size.ways) and index - start < MAX_NESTED_UNITS
+            if nested:
+                if index > start:
+                    inputs += size.input
+                held = opener + inputs + self.casts[index]
+                choices.append(_Choices(size, held + gradient))
+                if index > start:
+                    yield from self._nests(start, opening_kept, opener, choices, max(forward, dropped + gradient), work)
+                dropped = max(dropped, held + size.forward_dropped)
+                work += size.work
+            index += 1
 
-    def _nested(self, start: int, end: int, opening_kept: bool) -> Iterator[Option]:
-        """Unit by unit: as cheaply as can be, and with the least need."""
-        units, batch = self.profile.units, self.batch
-        opener = 0 if opening_kept else units[start].input.at(batch)
-        forward = inputs = 0  # of the units, held from the first rerun on
-        gradient = units[end - 1].output.at(batch) + self._gradients(end - 1)
-        held = []
-        for index in range(start, end):
-            dropped = units[index].forward_dropped.at(batch)
-            forward = max(forward, opener + self._live(index, index == start) + dropped)
-            if index > start:
-                inputs += units[index].input.at(batch)
-            held.append(opener + inputs + self.casts[index])
-            if index < end - 1:
-                forward = max(forward, held[-1] + gradient + dropped)
-        choices = []
-        for index in range(start, end):
-            unit, fixed = units[index], held[index - start] + units[index].output.at(batch) + self._gradients(index)
-            ways = [way for way in unit.ways if not way.keep and self._allowed(way)]
-            choices.append([(fixed + self._excess(way).at(batch), way) for way in ways])
-        # For so much room, each unit is recomputed in the cheapest way that it allows: one option per amount at which that changes.
-        least = max(forward, *(min(need for need, _ in ways) for ways in choices))
-        needs = sorted({least, *(need for ways in choices for need, _ in ways if need > least)})
+    def _nests(
+        self, start: int, opening_kept: bool, opener: int, choices: list[_Choices], least: int, work: int
+    ) -> Iterator[Option]:
+        """For so much room, each unit is recomputed in the cheapest way that it allows: one option per amount at which that changes."""
+        units = self.profile.units
+        lowest = max(least, *(choice.needs[0] for choice in choices))
+        needs = sorted({lowest, *(need for choice in choices for need in choice.needs if need > lowest)})
         for most in needs[:: -(-len(needs) // MAX_NESTED_CHOICES)]:
-            picked = [min((found for found in ways if found[0] <= most), key=lambda found: found[1].flops.slope) for ways in choices]
-            slices = tuple(name for unit, (_, way) in zip(units[start:end], picked, strict=True) if way.sliced for name in unit.sliceable)
-            segment = Segment(start, end, "chunk" if slices else "recompute", tuple(way.passes for _, way in picked), (), slices)
-            need = max(forward, *(found for found, _ in picked))
-            yield Option(segment, self._cost(segment), opening_kept, False, opener, need)
-
-    def _allowed(self, way: Recompute) -> bool:
-        asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}
-        return all(freedom in self.allow for freedom, asked in asks.items() if asked)
-
-    def _cost(self, segment: Segment) -> int:
-        return segment_cost(self.profile, segment, self.host, self.flops_per_byte) + 1
-
-    def _excess(self, way: Recompute) -> Highest:
-        return way.backward_more if self.setting.accumulates else way.backward_first
+            picked = [choice.best[bisect_right(choice.needs, most) - 1] for choice in choices]
+            need = max(least, *(found for found, _, _ in picked))
+            slices = tuple(
+                name for offset, (_, _, way) in enumerate(picked) if way.sliced for name in units[start + offset].sliceable
+            )
+            passes = tuple(way.passes for _, _, way in picked)
+            segment = Segment(start, start + len(choices), "chunk" if slices else "recompute", passes, (), slices)
+            cost = work + sum(cost for _, cost, _ in picked) + 1
+            yield Option(segment, cost, opening_kept, False, opener, need)
 
     def _offloaded(self, option: Option) -> Option:
         """The same with what it keeps in host memory; beside it another such transfer may be under way."""
-        found = option.segment
-        segment = replace(found, tier="offload")
-        neighbour = self.profile.units[max(0, found.start - 1)].input.at(self.batch)
+        segment = replace(option.segment, tier="offload")
+        neighbour = self.sizes[max(0, segment.start - 1)].input
         price = int(self.host_price * offloaded_bytes(self.profile, segment, 1))
-        return Option(segment, self._cost(segment) + price, option.opening_kept, False, 0, option.need + max(neighbour, option.added))
+        cost = option.cost + waiting_flops(self.profile, segment, self.host) + price
+        return Option(segment, cost, option.opening_kept, False, 0, option.need + max(neighbour, option.added))
+
+
+class _Sizes:
+    """A unit's figures at one batch size: plain numbers, since options ask for them many times."""
+
+    def __init__(self, program: Program, index: int) -> None:
+        unit, batch, setting = program.profile.units[index], program.batch, program.setting
+        self.input, self.output, self.interior = unit.input.at(batch), unit.output.at(batch), unit.interior.at(batch)
+        self.forward_stored, self.forward_dropped = unit.forward_stored.at(batch), unit.forward_dropped.at(batch)
+        self.backward = (unit.backward_more if setting.accumulates else unit.backward_first).at(batch)
+        self.gradients = program.profile.gradients if setting.accumulates else program.later_gradients[index + 1]
+        self.work = unit.flops.slope + int(program.flops_per_byte * unit.traffic.slope)
+        self.ways: list[tuple[Recompute, int, int, int]] = []  # with their bytes forward and backward, and their cost
+        for way in unit.ways:
+            asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}
+            if all(freedom in program.allow for freedom, asked in asks.items() if asked):
+                excess = way.backward_more if setting.accumulates else way.backward_first
+                cost = way.flops.slope + int(program.flops_per_byte * way.traffic.slope) + (slices_price(unit) if way.sliced else 0)
+                self.ways.append((way, way.forward.at(batch), excess.at(batch), cost))
+
+
+class _Choices:
+    """A nested unit's ways by rising need: `best[n]` is the cheapest of the first n + 1."""
+
+    def __init__(self, size: _Sizes, beside: int) -> None:
+        ways = sorted(((beside + backward, cost, way) for way, _, backward, cost in size.ways if not way.keep), key=lambda found: found[:2])
+        self.needs = [need for need, _, _ in ways]
+        self.best: list[tuple[int, int, Recompute]] = []
+        for found in ways:
+            self.best.append(found if not self.best or found[1] < self.best[-1][1] else self.best[-1])
 
 
 def _undominated(options: Iterator[Option]) -> list[Option]:
@@ -388,18 +408,3 @@ def _undominated(options: Iterator[Option]) -> list[Option]:
                 best.append(option)
         found.extend(best)
     return found
-
-
-class _Inside:
-    """Bytes that a segment recomputed at once stacks up: before each of its units, beyond its kept input, inputs held included."""
-
-    def __init__(self, profile: MemoryProfile, start: int, end: int, batch: int) -> None:
-        opened = {profile.units[start].input_id}
-        self.saved_before: list[int] = []
-        interior, numbers = 0, set(opened)
-        for index in range(start, end):
-            unit = profile.units[index]
-            self.saved_before.append(interior + profile.boundary_bytes((numbers | {unit.input_id}) - opened, batch))
-            interior += unit.interior.at(batch)
-            numbers |= set(unit.saves)
-        self.saved_before.append(interior + profile.boundary_bytes(numbers - opened, batch))

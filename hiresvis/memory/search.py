@@ -317,6 +317,7 @@ class Planner:
             stages=describe_stages(self.profile, candidate.segments),
             parts=candidate.peak.parts,
             host_bytes=candidate.host_bytes,
+            versions=self.profile.versions,
             why=why,
         )
 
