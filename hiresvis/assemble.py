@@ -5,10 +5,9 @@ Each function settles the `auto` keys of its part and records value and reason i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,25 +17,19 @@ from hiresvis.data.check import DataReport, check_datasets
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.decode import decode
 from hiresvis.data.samples import draw_boards
-from hiresvis.data.sources import Datasets, load_datasets
+from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
-from hiresvis.data.transforms import Pipeline, Scale, make_augment
+from hiresvis.data.transforms import Augment, Pipeline, Preprocess, Scale, make_augment
+from hiresvis.device import refuse_budget as device_refuses
 from hiresvis.errors import DataError, Problem, RecipeError
+from hiresvis.listing import read_datasets as read_datasets  # part of this module, apart for callers that must not import torch
+from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import Notice
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
 from hiresvis.train.losses import CrossEntropy
-from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer
+from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer, warmup_steps
 from hiresvis.train.step import TrainStep
-
-SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
-CACHE_FOLDER = "HIRESVIS_CACHE"
-
-
-def cache_folder() -> Path:
-    """Where results that can be made again are kept: HIRESVIS_CACHE, or the user's cache folder."""
-    given = os.environ.get(CACHE_FOLDER)
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hiresvis"
 
 
 def draw_sample(loaded: LoadedRecipe) -> Iterator[Notice]:
@@ -48,30 +41,6 @@ def draw_sample(loaded: LoadedRecipe) -> Iterator[Notice]:
         return
     yield Notice(level="info", text=f"{folder} is missing: drawing the sample set {loaded.recipe.data.sample} there (synthetic images)")
     draw_boards(folder)
-
-
-def read_datasets(loaded: LoadedRecipe, resolution: Resolution) -> Datasets:
-    """The splits of the recipe, classes settled.
-
-    Raises:
-        DataError: with everything found.
-    """
-    data = loaded.recipe.data
-    found = load_datasets(
-        loaded.resolve_path(data.train),
-        loaded.resolve_path(data.val) if isinstance(data.val, str) else data.val,
-        None if data.test is None else loaded.resolve_path(data.test),
-        image_column=data.image,
-        label_column=data.label,
-        split_column=data.split,
-        group_column=data.group,
-        classes=None if data.classes == "auto" else data.classes,
-        seed=loaded.recipe.train.seed,
-        unseen=data.unseen,
-    )
-    if data.classes == "auto":
-        resolution.set("data.classes", found.classes, "the classes of train, by name")
-    return found
 
 
 def settle_pixels(loaded: LoadedRecipe, resolution: Resolution, datasets: Datasets) -> tuple[int, Scale]:
@@ -109,17 +78,17 @@ def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int,
 def check_data(
     loaded: LoadedRecipe,
     datasets: Datasets,
-    contract: Contract | None,
+    preprocess: Preprocess | None,
     *,
     fast: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataReport:
-    """Every file decoded once (results are remembered); without a contract nothing is held against the model's input."""
+    """Every file decoded once (results are remembered); without `preprocess` nothing is held against the model's input."""
     data = loaded.recipe.data
     return check_datasets(
         datasets,
         max_pixels=data.max_pixels,
-        preprocess=contract.preprocess() if contract else None,
+        preprocess=preprocess,
         bad_images=data.bad_images,
         fast=fast,
         cache_folder=cache_folder(),
@@ -133,11 +102,45 @@ def make_pipeline(loaded: LoadedRecipe, contract: Contract) -> Pipeline:
     Raises:
         RecipeError: the augmentation cannot be built, placed at its line.
     """
+    return Pipeline(contract.preprocess(), make_augmentation(loaded, contract.channels))
+
+
+def make_augmentation(loaded: LoadedRecipe, channels: int) -> Augment | None:
+    """The recipe's augmentation.
+
+    Raises:
+        RecipeError: it cannot be built, placed at its line.
+    """
+    with _placing(loaded):
+        return make_augment(loaded.recipe.data.augment, image_size=loaded.recipe.model.image_size, in_chans=channels)
+
+
+def refuse_budget(loaded: LoadedRecipe, device: torch.device) -> None:
+    """A budget above what the device has.
+
+    Raises:
+        RecipeError: so it is.
+    """
+    with _placing(loaded):
+        device_refuses(device, loaded.recipe.memory.budget)
+
+
+def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int) -> None:
+    """A warm-up that is not shorter than the run.
+
+    Raises:
+        RecipeError: so it is.
+    """
+    steps = run_steps(loaded, num_train, batch)
     try:
-        augment = make_augment(loaded.recipe.data.augment, image_size=contract.image_size, in_chans=contract.channels)
-    except RecipeError as error:
-        raise RecipeError([placed(loaded, problem) for problem in error.problems]) from None
-    return Pipeline(contract.preprocess(), augment)
+        warmup_steps(loaded.recipe.optim.warmup, steps)
+    except ValueError as error:
+        raise RecipeError([loaded.problem("optim.warmup", str(error))]) from error
+
+
+def run_steps(loaded: LoadedRecipe, num_train: int, batch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return -(-num_train // batch) * loaded.recipe.train.epochs
 
 
 def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -167,7 +170,7 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_w
     weights = model.pretrained if with_weights else False
     if isinstance(weights, str) and not weights.startswith("package:"):
         weights = str(loaded.resolve_path(weights))
-    try:
+    with _placing(loaded):
         return build_backbone(
             model.name,
             num_classes=num_classes,
@@ -177,6 +180,13 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_w
             drop_path=None if isinstance(model.drop_path, str) else model.drop_path,
             seed=loaded.recipe.train.seed,
         )
+
+
+@contextmanager
+def _placing(loaded: LoadedRecipe) -> Iterator[None]:
+    """Puts a refusal at its key's place in the recipe."""
+    try:
+        yield
     except RecipeError as error:
         raise RecipeError([placed(loaded, problem) for problem in error.problems]) from None
 
@@ -200,12 +210,10 @@ class Trainable:
 def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbone, *, norm: str) -> Trainable:
     """Applies adapt, freeze and the choice for batch statistics (batch | frozen)."""
     recipe, model = loaded.recipe, backbone.model
-    try:
+    with _placing(loaded):
         if recipe.model.adapt == "head":
             train_head_only(model)
         freeze(model, recipe.model.freeze)
-    except RecipeError as error:
-        raise RecipeError([placed(loaded, problem) for problem in error.problems]) from None
     frozen_norm = freeze_norm(model) if norm == "frozen" else ()
     train_mode = TrainMode(model, frozen_norm=frozen_norm)
     channels_last = recipe.memory.channels_last

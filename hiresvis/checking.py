@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
-from hiresvis import assemble
-from hiresvis.data.contract import Contract
-from hiresvis.errors import DataError, Problem, RecipeError
+import torch
+
+from hiresvis import assemble, profiles
+from hiresvis.assemble import Trainable
+from hiresvis.backbone.build import Backbone
+from hiresvis.costing import entry_of
+from hiresvis.data.transforms import Preprocess, Scale
+from hiresvis.device import block_bytes, pick_device
+from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Problem, RecipeError
+from hiresvis.memory.costs import MemoryProfile
 from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.settle import check_stages, complete, key_of
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +56,104 @@ def _short_counts(value: Any) -> str:
 
 
 def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
-    """Recipe, whole data set decoded once, model built: every finding at once."""
-    resolution = Resolution(loaded)
+    """Recipe, whole data set decoded once, model built: every finding at once, for what one part refuses hides no other."""
+    resolution, data, found = Resolution(loaded), loaded.recipe.data, _Found()
+    device = pick_device()
     drawn = tuple(Problem(event.text) for event in assemble.draw_sample(loaded))
-    try:
-        datasets = assemble.read_datasets(loaded, resolution)
-        channels, scale = assemble.settle_pixels(loaded, resolution, datasets)
-    except DataError as error:
-        return CheckReport(error.problems, (), {})
-    contract: Contract | None = None
-    refused: tuple[Problem, ...] = ()
-    try:
-        backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
-        assemble.freeze_parts(loaded, resolution, backbone, norm="batch")
-        contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
-        assemble.make_pipeline(loaded, contract)
-    except RecipeError as error:
-        refused = error.problems
-    report = assemble.check_data(loaded, datasets, contract, fast=fast)
+    datasets = found.by(lambda: assemble.read_datasets(loaded, resolution))
+    unmeasured = _Found()
+    pixels = None if datasets is None else unmeasured.by(lambda: assemble.settle_pixels(loaded, resolution, datasets))
+    found.by(lambda: assemble.refuse_budget(loaded, device))
+    batch = loaded.recipe.train.batch
+    if datasets is not None and isinstance(batch, int):
+        found.by(lambda: assemble.refuse_warmup(loaded, len(datasets.train), batch))
+    channels, scale = pixels or (3 if isinstance(data.channels, str) else data.channels, Scale())
+    found.by(lambda: assemble.make_augmentation(loaded, channels))
+    classes = _some_classes(loaded) if datasets is None else datasets.classes
+    _check_model(loaded, resolution, device, num_classes=len(classes), channels=channels, found=found)
+    if datasets is None:
+        return CheckReport(found.problems, drawn, {}, found.exit_code)
+    # Of the pixels alone: any interpolation will do.
+    preprocess = Preprocess(loaded.recipe.model.image_size, data.fit, data.background, channels, scale) if pixels else None
+    report = assemble.check_data(loaded, datasets, preprocess, fast=fast)
+    # That nothing could be read is said by the files' own errors, where there are any.
+    found.add(DataError, [problem for problem in unmeasured.problems if problem.key or not report.errors])
+    found.add(DataError, report.errors)
     details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings")}
-    code = RecipeError.exit_code if refused else DataError.exit_code
-    return CheckReport((*refused, *report.errors), (*drawn, *report.warnings), details, code)
+    return CheckReport(found.problems, (*drawn, *report.warnings), details, found.exit_code)
+
+
+def _some_classes(loaded: LoadedRecipe) -> tuple[str, ...]:
+    """For a model whose data cannot be read."""
+    classes = loaded.recipe.data.classes
+    return ("a", "b") if isinstance(classes, str) else classes
+
+
+def _check_model(
+    loaded: LoadedRecipe, resolution: Resolution, device: torch.device, *, num_classes: int, channels: int, found: _Found
+) -> None:
+    """Builds the model, freezes its parts, and holds the recipe's spacing against its stages."""
+
+    def build(with_weights: bool) -> Backbone:
+        return assemble.build_model(loaded, num_classes=num_classes, channels=channels, with_weights=with_weights)
+
+    # The weights are one thing, the model is another.
+    backbone = found.by(lambda: build(True)) or (found.by(lambda: build(False)) if loaded.recipe.model.pretrained is not False else None)
+    if backbone is None:
+        return
+    norm = "frozen" if loaded.recipe.model.norm == "frozen" else "batch"
+    trainable = found.by(lambda: assemble.freeze_parts(loaded, resolution, backbone, norm=norm))
+    if trainable is not None and isinstance(loaded.recipe.memory.spacing, Mapping):
+        found.by(lambda: check_stages(loaded, _profile(loaded, trainable, device, num_classes=num_classes, channels=channels)))
+
+
+def _profile(loaded: LoadedRecipe, trainable: Trainable, device: torch.device, *, num_classes: int, channels: int) -> MemoryProfile:
+    """The model's traced costs, under the key that `plan` asks for.
+
+    Raises:
+        RecipeError: the model is no chain.
+    """
+    key = key_of(
+        loaded,
+        in_chans=channels,
+        num_classes=num_classes,
+        precision=assemble.settle_precision(loaded, Resolution(loaded), device),
+        block=block_bytes(device),
+        raw_image_bytes=math.prod(loaded.recipe.model.image_size) * channels,
+        rules="cuda" if device.type == "cuda" else "cpu",
+        norm=trainable.norm,
+    )
+    profile, _ = complete(loaded, profiles.read_or_trace(key, lambda: entry_of(loaded, trainable, key)))
+    return profile
+
+
+@dataclass(slots=True)
+class _Found:
+    """Errors of all kinds, those of the recipe first."""
+
+    by_kind: dict[type[HiresvisError], list[Problem]] = field(
+        default_factory=lambda: {RecipeError: [], DataError: [], EnvironmentFailed: []}
+    )
+
+    def by(self, look: Callable[[], _Result]) -> _Result | None:
+        """What looking gives; None where it raises, which is kept."""
+        try:
+            return look()
+        except (RecipeError, DataError) as error:
+            self.add(type(error), error.problems)
+        except EnvironmentFailed as error:
+            self.add(EnvironmentFailed, (Problem(str(error)),))
+        return None
+
+    def add(self, kind: type[HiresvisError], problems: Sequence[Problem]) -> None:
+        """Adds those that are not there yet."""
+        self.by_kind[kind] += [problem for problem in problems if problem not in self.by_kind[kind]]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return tuple(problem for problems in self.by_kind.values() for problem in problems)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the first kind that there is: what has to be mended first."""
+        return next((kind.exit_code for kind, problems in self.by_kind.items() if problems), DataError.exit_code)

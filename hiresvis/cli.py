@@ -11,22 +11,26 @@ import csv
 import errno
 import json
 import os
+import shutil
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Protocol, TextIO
 
 import typer
 
 from hiresvis import __version__
-from hiresvis.errors import EnvironmentFailed, HiresvisError
+from hiresvis.errors import EnvironmentFailed, HiresvisError, Interrupted
 
 # Of the system's errors, those that say something about the machine and not about this program.
 _ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
+MOST_COLUMNS = 100  # longer lines of text are hard to read
 
 
 class Ui(str, Enum):
@@ -60,7 +64,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     # On the CPU a training step maps and unmaps gigabytes; huge pages save most of the faults. torch reads this when it first allocates.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    app(args=None if argv is None else list(argv), prog_name="hiresvis")
+    if argv is not None:
+        app(args=list(argv), prog_name="hiresvis")
+        return
+    try:
+        app(prog_name="hiresvis")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        # The process is on its way out: another Ctrl-C would only put a traceback of its last steps on the screen.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # One that fell into an exec of text (dataclasses and others do that on import) stays noted in the interpreter until the next
+        # exec, and at the end would make it die by the signal instead of leaving with its exit code.
+        exec("")
 
 
 @app.callback(invoke_without_command=True)
@@ -96,17 +112,34 @@ def fit(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Plan for this card: 4090, A100-80GB.", show_default=False)] = None,
     budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory instead of the recipe's: 24GiB.", show_default=False)] = None,
+    price: Annotated[float | None, typer.Option(metavar="P", min=0, help="Of the card per hour.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a step's memory as PNG.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """What fits and what it costs: the ladder, the chosen plan, the predicted peak. Needs no GPU."""
+    """What fits and what it costs: the ladder, the chosen plan, its peak, time and disk. Needs no GPU."""
     with _ending():
         from hiresvis.recipe import load_recipe
 
-        loaded = load_recipe(recipe, [*(overrides or ()), *([f"memory.budget={budget}"] if budget else [])])
+        loaded = load_recipe(recipe, overrides or ())
         from hiresvis.planning import plan as run_plan
 
-        _print_report(run_plan(loaded), as_json)
+        if plot is not None:
+            from hiresvis.plan_plot import need_matplotlib
+
+            need_matplotlib()
+        report = run_plan(loaded, gpu=gpu, budget=budget, price=price)
+        if as_json:
+            _print_json(report.to_json())
+        else:
+            from hiresvis.ui.text import glyphs_for
+
+            columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
+            print(*report.lines(columns, glyphs_for(sys.stdout.encoding)), sep="\n")
+        if plot is not None:
+            report.plot(plot)
+            _say(f"plot: {plot}")
 
 
 @app.command()
@@ -187,6 +220,19 @@ def schema() -> None:
         _print_json(recipe_json_schema())
 
 
+@app.command()
+def models(
+    pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help="Part of a name, or convnext*.", show_default=False)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Look into every match, however many: seconds for each.")] = False,
+    as_json: Json = False,
+) -> None:
+    """timm's models: size, stride, parameters, and what the planner can do for each."""
+    with _ending():
+        from hiresvis.catalog import models as list_models
+
+        _print_report(list_models(pattern, everything=everything, progress=_say), as_json)
+
+
 @contextmanager
 def _ending() -> Iterator[None]:
     """Turns whatever ends a command into its message and its exit code."""
@@ -196,9 +242,11 @@ def _ending() -> Iterator[None]:
     except HiresvisError as error:
         _say(str(error))
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        _say("Interrupted.")
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
+        # Where it fell into the end of a run that was stopped before, what was saved is the better message.
+        before = error.__context__
+        _say(str(before) if isinstance(before, Interrupted) else "Interrupted.")
+        raise typer.Exit(before.exit_code if isinstance(before, Interrupted) else 130) from None
     except BrokenPipeError:
         # The reader, `head` for one, has what it wanted. What is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -261,7 +309,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _write_predictions(rows: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
+def _write_predictions(rows: Iterable[Mapping[str, Any]], stream: _Rows) -> int:
     """Rows as CSV: path, label, score, and one column for each class. Returns how many."""
     writer: csv.DictWriter[str] | None = None
     number = 0
@@ -277,17 +325,59 @@ def _write_predictions(rows: Iterable[Mapping[str, Any]], stream: TextIO) -> int
     return number
 
 
+class _Rows(Protocol):
+    """Where a table goes."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A stream to a file; its own errors name the file, so that those of the work in between can pass as they are."""
+
+    stream: TextIO
+    path: Path
+
+    def write(self, text: str, /) -> None:
+        with _blamed_on(self.path):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with _blamed_on(self.path):
+            self.stream.flush()
+
+
 @contextmanager
-def _whole_file(path: Path) -> Iterator[TextIO]:
-    """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial.
+def _blamed_on(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to --out") from error
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[_Output]:
+    """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
 
     Raises:
         EnvironmentFailed: it cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
+    with _blamed_on(path):
+        stream = partial.open("w", encoding="utf-8", newline="")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as stream:
-            yield stream
-        os.replace(partial, path)
-    except OSError as error:
-        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to --out") from error
+        yield _Output(stream, path)
+        with _blamed_on(path):
+            stream.close()
+            os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            stream.close()
+        with suppress(OSError):
+            if partial.stat().st_size == 0:
+                partial.unlink()
+            else:
+                _say(f"{partial} keeps the rows that were done")
+        raise

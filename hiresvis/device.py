@@ -7,7 +7,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,37 +16,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hiresvis.errors import EnvironmentFailed
+from hiresvis.errors import Problem, RecipeError
+from hiresvis.memory.budget import (
+    CPU_BLOCK_BYTES,
+    CPU_BUDGET_SHARE,
+    CUDA_BLOCK_BYTES,
+    CUDA_BUDGET_SHARE,
+    CUDA_CONTEXT_BYTES,
+    Budget,
+    reserve_of,
+)
 from hiresvis.units import MIB, format_size
-
-CUDA_BLOCK_BYTES = 512
-CPU_BLOCK_BYTES = 64
-CUDA_CONTEXT_BYTES = 600 * MIB
-CPU_BUDGET_SHARE = 0.8
-CUDA_BUDGET_SHARE = 0.95
-RESERVE_BYTES, RESERVE_SHARE = 48 * MIB, 0.03  # oneDNN's scratch alone came to 2-4% of the live tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What the process may use, and what it uses before training starts.
-
-    Attributes:
-        total_bytes: the limit, everything included.
-        baseline_bytes: in use besides weights and activations (interpreter, libraries, GPU context), before the first step.
-        capacity_bytes: what the device has.
-        others_bytes: what other processes use of it.
-        reserve_bytes: stated share that the planner leaves free for what no count of tensors shows: kernels' scratch memory,
-            fragmentation, decoding.
-        why: one line for people.
-    """
-
-    total_bytes: int
-    baseline_bytes: int
-    capacity_bytes: int
-    others_bytes: int
-    reserve_bytes: int
-    why: str
 
 
 def pick_device() -> torch.device:
@@ -64,28 +43,42 @@ def capacity(device: torch.device) -> tuple[int, int]:
     """(bytes in all, bytes used by others) on the device; on the CPU a control group's limit counts."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total, max(0, total - free - torch.cuda.memory_reserved(device))
+        # This process's context is neither free nor its allocator's, and every budget has it in the baseline.
+        return total, max(0, total - free - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_BYTES)
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    limit, used = _control_group()
+    limit, used = control_group()
     if limit is not None and limit < total:
         total, available = limit, max(0, limit - used)
     return total, max(0, total - available - in_use(device))
 
 
-def _control_group() -> tuple[int | None, int]:
-    """Limit and use of this process's control group (version 2, then 1), where there is one."""
-    for limit_file, use_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+def control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
+    """Limit and use of this process's control group (version 2, then 1), where there is one.
+
+    The kernel counts the pages of every file that was read as used; those it would give up first (`inactive_file`) are as good as free.
+    """
+    for limit_file, use_file, stat_file, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         try:
-            text = Path(limit_file).read_text().strip()
+            text = (root / limit_file).read_text().strip()
             if text != "max":
-                return int(text), int(Path(use_file).read_text())
+                used = int((root / use_file).read_text())
+                return int(text), max(0, used - _cached(root / stat_file, cache))
         except (OSError, ValueError):
             continue
     return None, 0
+
+
+def _cached(stat: Path, name: str) -> int:
+    """One figure of a memory.stat; 0 where there is none."""
+    try:
+        figures = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        return int(figures.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def in_use(device: torch.device) -> int:
@@ -105,8 +98,10 @@ def budget(device: torch.device, wanted: str | int | float, weight_bytes: int, *
         weight_bytes: parameters and buffers already on the device, so that the baseline excludes them.
 
     Raises:
-        EnvironmentFailed: more is asked for than the device has.
+        RecipeError: more is asked for than the device has.
     """
+    if not elsewhere:
+        refuse_budget(device, wanted)
     total, others = capacity(device)
     free = total - others
     if wanted == "auto":
@@ -116,16 +111,24 @@ def budget(device: torch.device, wanted: str | int | float, weight_bytes: int, *
         limit, why = int(total * wanted), f"{wanted:.0%} of {format_size(total)}"
     else:
         limit, why = int(wanted), "given"
-    if limit > total and not elsewhere:
-        raise EnvironmentFailed(
-            f"memory.budget is {format_size(limit)}, but the {device.type} device has {format_size(total)}; lower it or use auto"
-        )
     if device.type == "cuda":
         baseline = CUDA_CONTEXT_BYTES
     else:
         release()
         baseline = max(0, in_use(device) - weight_bytes)
-    return Budget(limit, baseline, total, others, RESERVE_BYTES + int(limit * RESERVE_SHARE), why)
+    return Budget(limit, baseline, total, others, reserve_of(limit), why)
+
+
+def refuse_budget(device: torch.device, wanted: str | int | float) -> None:
+    """A size (shares and auto follow the device) that the device does not have.
+
+    Raises:
+        RecipeError: so it is; both numbers.
+    """
+    total, _ = capacity(device)
+    if isinstance(wanted, int) and wanted > total:
+        message = f"{format_size(wanted)} is above the {format_size(total)} that the {device.type} device has; lower it or use auto"
+        raise RecipeError([Problem(message, key="memory.budget")])
 
 
 def release() -> None:
@@ -166,6 +169,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.base_bytes = 0
+        self._retries_before = 0
 
     def start(self) -> None:
         """Forget the highest value so far."""
@@ -176,6 +180,7 @@ class PeakMeter:
         else:
             _reset_high_water()
         self.base_bytes = in_use(self.device)
+        self._retries_before = self._retries()
 
     def peak_bytes(self) -> int:
         """The highest value since start()."""
@@ -183,6 +188,13 @@ class PeakMeter:
             torch.cuda.synchronize(self.device)
             return torch.cuda.max_memory_reserved(self.device) + CUDA_CONTEXT_BYTES  # fragmentation included
         return max(_high_water(), in_use(self.device))
+
+    def num_retries(self) -> int:
+        """How often since start() a GPU's allocator had to give its cache back before it could go on: what fits only so is too large."""
+        return self._retries() - self._retries_before
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)) if self.device.type == "cuda" else 0
 
 
 def _reset_high_water() -> None:
@@ -216,13 +228,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         "CUDA error: out of memory",
     )
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-
-
-def module_bytes(module: torch.nn.Module) -> tuple[int, int]:
-    """(bytes of parameters, bytes of buffers), shared ones once."""
-    parameters = {id(tensor): tensor.nbytes for tensor in module.parameters()}
-    buffers = {id(tensor): tensor.nbytes for tensor in module.buffers()}
-    return sum(parameters.values()), sum(buffers.values())
 
 
 class StorageCounter(TorchDispatchMode):

@@ -12,6 +12,7 @@ import io
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,27 +23,33 @@ from safetensors.torch import load_file
 
 from hiresvis import assemble
 from hiresvis.backbone.segments import PlanHandle, apply_plan
+from hiresvis.costing import Parts, make_parts, plan_json
 from hiresvis.data.contract import Contract
-from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, shared_memory_free_bytes
-from hiresvis.data.sources import Sample
+from hiresvis.data.folders import IMAGE_EXTENSIONS
+from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
+from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RecipeError, RunFolderError
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RunFolderError
 from hiresvis.memory.plan import CheckpointPlan
-from hiresvis.planning import Parts, limits_of, make_parts, plan_json, remedies
 from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
+from hiresvis.settle import SMALL_MICRO_BATCH, disk_bytes, remedies
 from hiresvis.train.evaluate import Evaluation, evaluation_steps
 from hiresvis.train.finder import Finder, plan_chosen
+from hiresvis.train.freezing import needs_two_images
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
-from hiresvis.train.progress import Limits as RunLimits
+from hiresvis.train.progress import Progress, RunLimits
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
-from hiresvis.units import MIB, format_size
+from hiresvis.units import format_size
+
+_WITH_STATISTICS = 2  # images that a micro-batch should have at least where batch statistics are taken of it
 
 
 def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) -> Iterator[Event]:
@@ -106,8 +113,9 @@ class _Run:
         self._settle_machine()
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
+        lone = self._lone_images_fail(parts)
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
-        limits = limits_of(self.loaded)
+        limits = parts.limits
         finder = Finder(
             step=step,
             train_mode=parts.trainable.train_mode,
@@ -117,9 +125,10 @@ class _Run:
             raw_image=parts.raw_image,
             eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
             remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
+            check=lambda plan: self._refuse_lone_images(parts, plan) if lone else None,
             stop=self.stop,
         )
-        yield self._started(parts, batch=limits.batch or 0, resumed_from_epoch=None)
+        yield self._started(parts, batch=limits.batch, resumed_from_epoch=None)
         yield from self._autos()
         yield from finder.find()
         assert finder.found is not None
@@ -131,11 +140,11 @@ class _Run:
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
             return
-        need = 8 * (parts.profile.weights + parts.profile.buffers) + 64 * MIB  # two snapshots with optimizer state, two files of weights
-        self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=need)
+        self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=disk_bytes(parts.profile))
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
-        self.folder.write_json("plan.json", plan_json(parts, plan, finder.found.measured, finder.found.ladder))
+        written = plan_json(parts, plan, finder.found.measured, finder.found.ladder)
+        self.folder.write_json("plan.json", {**written, "data": _fingerprints(parts.datasets)})
         for event in self.early:
             self.folder.record(event)
         yield from self._train(parts, step, plan, settled, finder.found.measured.counted_bytes)
@@ -149,8 +158,11 @@ class _Run:
             yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
         plan = CheckpointPlan.from_json(stored["checkpoint_plan"])
         before = Contract.read(self.folder.contract)
+        own = read_resolved(self.folder.resolved)
+        changed = changes(own, self.loaded)
+        refuse_changes(changed, self.loaded, self.folder.root)
         self._settle_machine()
-        parts = yield from self._parts(norm=stored["norm"], before=before)
+        parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
         if parts.precision != plan.precision:
             raise RunFolderError(
                 f"{self.folder.root}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
@@ -158,6 +170,10 @@ class _Run:
             )
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan)
+        for change in changed:
+            yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
+        adopt(own, changed, self.loaded, self.resolution)
+        self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
         epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
@@ -166,6 +182,7 @@ class _Run:
 
     def _settle_machine(self) -> None:
         recipe = self.loaded.recipe
+        assemble.refuse_budget(self.loaded, self.device)
         if self.device.type == "cpu":
             return_memory_to_system()
         if recipe.train.deterministic:
@@ -184,20 +201,23 @@ class _Run:
 
     def _autos(self) -> Iterator[AutoResolved]:
         """Tells each auto once."""
-        found = [entry for entry in self.resolution.entries if entry.origin == "auto"]
-        for entry in sorted(found, key=lambda entry: self._order(entry.key))[self.told :]:
+        found = self.resolution.autos
+        for entry in found[self.told :]:
             yield AutoResolved(key=entry.key, value=_short(entry.value), reason=entry.why)
         self.told = len(found)
 
-    def _order(self, key: str) -> int:
-        return list(self.resolution._found).index(key)
-
-    def _parts(self, *, norm: str | None, before: Contract | None = None) -> Generator[Event, None, Parts]:
+    def _parts(
+        self, *, norm: str | None, before: Contract | None = None, data_before: Mapping[str, Any] | None = None
+    ) -> Generator[Event, None, Parts]:
         """Data, contract, model and costs; told as they come."""
         loaded = self.loaded
         datasets = assemble.read_datasets(loaded, self.resolution)
         if before is not None and before.classes != datasets.classes:
             raise RunFolderError(_class_difference(before.classes, datasets.classes, loaded.run_dir))
+        _refuse_other_data(data_before or {}, datasets, loaded.run_dir)
+        yield from _tell_passed_over(datasets)
+        if isinstance(loaded.recipe.train.batch, int):
+            assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch)
         if before is None:
             channels, scale = assemble.settle_pixels(loaded, self.resolution, datasets)
         else:
@@ -211,7 +231,7 @@ class _Run:
         if before is None:
             yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
             stopped = "stopped while checking the data; nothing was trained"
-            report = assemble.check_data(loaded, datasets, contract, progress=lambda *_: self.stop.raise_if_requested(stopped))
+            report = assemble.check_data(loaded, datasets, contract.preprocess(), progress=lambda *_: self.stop.raise_if_requested(stopped))
             for warning in report.warnings:
                 yield Notice(level="warning", text=str(warning))
             if report.errors:
@@ -220,7 +240,7 @@ class _Run:
         yield Notice(level="info", text=assemble.describe_model(parts.trainable))
         return parts
 
-    def _started(self, parts: Parts, *, batch: int, resumed_from_epoch: int | None) -> RunStarted:
+    def _started(self, parts: Parts, *, batch: int | None, resumed_from_epoch: int | None) -> RunStarted:
         recipe = self.loaded.recipe
         return RunStarted(
             run_name=self.loaded.run_dir.name,
@@ -240,10 +260,40 @@ class _Run:
         )
 
     @staticmethod
-    def _warn_of_small_batches(parts: Parts, plan: CheckpointPlan) -> Iterator[Event]:
+    def _takes_batch_statistics(parts: Parts) -> bool:
+        return parts.trainable.norm == "batch" and assemble.has_batch_norm(parts.trainable.model)
+
+    def _lone_images_fail(self, parts: Parts) -> bool:
+        """Whether a micro-batch of one image cannot be trained on."""
+        if not self._takes_batch_statistics(parts):
+            return False
+        parts.trainable.train_mode()
+        return needs_two_images(parts.trainable.model, parts.contract.image_size, parts.contract.channels)
+
+    def _refuse_lone_images(self, parts: Parts, plan: CheckpointPlan) -> None:
+        """A plan under which an image would stand alone in a micro-batch.
+
+        Raises:
+            DoesNotFit: there is such an image.
+        """
+        images = len(parts.datasets.train)
+        if min(min(part_sizes(size, plan.micro_batch)) for size in batch_sizes(images, plan.batch, _WITH_STATISTICS)) > 1:
+            return
+        height, width = plan.image_size
+        raise DoesNotFit(
+            f"{plan.model} at {height}x{width} px takes batch statistics of a map of a single pixel, which it cannot of one image at a "
+            f"time; {images} images in batches of {plan.batch} and micro-batches of at most {plan.micro_batch} leave one alone. "
+            "Ways out: model.norm frozen (the statistics of the weights are kept); a micro-batch of 3 or more (memory.budget, "
+            "memory.micro_batch, train.batch).",
+            need_bytes=plan.predicted_peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+        )
+
+    def _warn_of_small_batches(self, parts: Parts, plan: CheckpointPlan) -> Iterator[Event]:
         """Batch statistics of few images: the user decides, and is told."""
-        least = assemble.SMALL_MICRO_BATCH
-        if parts.trainable.norm == "batch" and plan.micro_batch < least and assemble.has_batch_norm(parts.trainable.model):
+        least = SMALL_MICRO_BATCH
+        if plan.micro_batch < least and self._takes_batch_statistics(parts):
             text = f"BatchNorm takes its statistics from micro-batches of {plan.micro_batch}; below {least} they are noise: "
             yield Notice(level="warning", text=text + "raise memory.budget, or set model.norm frozen to keep those of the weights")
 
@@ -257,6 +307,8 @@ class _Run:
             resolution.set("train.batch", plan.batch, "the largest that fits at once")
         if recipe.train.eval_batch == "auto":
             resolution.set("train.eval_batch", plan.eval_batch, "as many as do not raise the peak")
+        elif recipe.train.eval_batch != plan.eval_batch:
+            resolution.set("train.eval_batch", plan.eval_batch, f"{recipe.train.eval_batch} were given, and so many did not fit")
 
     def _settle_training(self, parts: Parts, plan: CheckpointPlan) -> _Settled:
         """Learning rate and its schedule, metric and workers.
@@ -288,11 +340,10 @@ class _Run:
                 cores, on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
             )
             resolution.set("data.workers", workers, why)
-        steps = -(-len(parts.datasets.train) // batch) * recipe.train.epochs
-        try:
-            schedule = build_schedule(lr=float(lr), schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
-        except ValueError as error:
-            raise RecipeError([self.loaded.problem("optim.warmup", str(error))]) from error
+        images = len(parts.datasets.train)
+        assemble.refuse_warmup(self.loaded, images, batch)
+        steps = assemble.run_steps(self.loaded, images, batch)
+        schedule = build_schedule(lr=float(lr), schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
         return _Settled(schedule, metric, workers)
 
     def _train(
@@ -310,6 +361,7 @@ class _Run:
             batch=plan.batch,
             micro_batch=plan.micro_batch,
             seed=recipe.train.seed,
+            least=_WITH_STATISTICS if self._takes_batch_statistics(parts) else 1,
             workers=settled.workers,
             bad_images=data.bad_images,
             pin=on_gpu,
@@ -366,6 +418,7 @@ class _Run:
                 yield event
                 continue
             handle.remove()
+            self._refuse_end_without_weights(event.epochs)
             test = yield from self._best(trainer, parts, step, plan, settled)
             finished = replace(
                 event,
@@ -373,10 +426,33 @@ class _Run:
                 test_metrics=test,
                 counted_peak_bytes=counted or None,
                 predicted_counted_bytes=plan.predicted_counted_bytes if counted else None,
+                passed_over=_passed_over(parts.datasets),
             )
             yield finished  # recorded by now, so the report sees a finished run
             if self.loaded.recipe.log.report:
                 yield from self._report()
+
+    def _refuse_end_without_weights(self, epochs: int) -> None:
+        """A run that could write no best weights is no finished run.
+
+        Raises:
+            EnvironmentFailed: there are none on disk.
+        """
+        folder = self.folder
+        assert folder is not None
+        if folder.best_weights.is_file():
+            return
+        if load_snapshot(folder.snapshot) is None:
+            saved, way = "nothing else of it was saved either", "train again, with the same plan"
+            command = self._command("fit", "--resume")
+        else:
+            saved, way = "its snapshot is there", "train an epoch more from it"
+            kept = [override for override in self.loaded.overrides if override.partition("=")[0].strip() != "train.epochs"]
+            command = shlex.join(["hiresvis", "fit", str(self.loaded.path), *kept, f"train.epochs={epochs + 1}", "--resume"])
+        raise EnvironmentFailed(
+            f"{folder.best_weights}: the run came to its end, and its best weights were not written (the errors above say why) or were "
+            f"removed; {saved}. Free some disk space, then {way}: {command}"
+        )
 
     def _best(
         self, trainer: Trainer, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled
@@ -384,15 +460,13 @@ class _Run:
         """Evaluates the best weights on test, and writes every sample's result."""
         folder = self.folder
         assert folder is not None
-        if not folder.best_weights.is_file():
-            return {}
         step.model.load_state_dict(load_file(folder.best_weights))
         val = trainer.best_evaluation
         if val is None:
-            val = yield from self._evaluation(step, parts.datasets.val.samples, parts, plan, settled)
+            val = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, plan, settled)
         results = {"val": val}
         if parts.datasets.test is not None:
-            results["test"] = yield from self._evaluation(step, parts.datasets.test.samples, parts, plan, settled)
+            results["test"] = yield from self._evaluation(trainer.progress, step, parts.datasets.test.samples, parts, plan, settled)
             found = results["test"]
             value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
             yield Evaluated(
@@ -410,7 +484,7 @@ class _Run:
         return dict(results["test"].metrics) if "test" in results else {}
 
     def _evaluation(
-        self, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled
+        self, progress: Progress, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled
     ) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""
         loader = self._eval_loader(samples, parts, plan, settled)
@@ -423,18 +497,20 @@ class _Run:
                     return done.value
                 if self.stop.requested:
                     steps.close()
-                    yield from self._interrupted()
+                    yield from self._interrupted(progress)
         finally:
             loader.close()
 
-    def _interrupted(self) -> Iterator[Event]:
-        """Leaves after the last epoch, which is saved.
+    def _interrupted(self, progress: Progress) -> Iterator[Event]:
+        """Leaves after the last step, which is saved.
 
         Raises:
             Interrupted: always.
         """
-        epochs, command = self.loaded.recipe.train.epochs, self._command("fit", "--resume")
-        yield RunInterrupted(signal=self.stop.signal_name, epoch=epochs, step=0, resume_command=command)
+        command = self._command("fit", "--resume")
+        # Between two epochs the progress is at the next one, which is not trained.
+        epoch, at = (progress.epoch, progress.step) if progress.step else (progress.epoch - 1, progress.num_steps)
+        yield RunInterrupted(signal=self.stop.signal_name, epoch=epoch, step=at, resume_command=command)
         raise Interrupted(
             f"stopped by {self.stop.signal_name} while the best weights were evaluated; training is done and saved; go on with: {command}",
             exit_code=self.stop.exit_code,
@@ -472,6 +548,44 @@ class _Settled:
     schedule: Schedule
     metric: str
     workers: int
+
+
+def _fingerprints(datasets: Datasets) -> dict[str, Any]:
+    """Of the splits that decide what is trained and which weights are best."""
+    return {"train": datasets.train.fingerprint(), "val": datasets.val.fingerprint()}
+
+
+def _refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:
+    """Other images than those that the run was begun with.
+
+    Args:
+        before: fingerprints; empty where the run wrote none.
+
+    Raises:
+        RunFolderError: a split is another.
+    """
+    said = []
+    for name, now in _fingerprints(datasets).items():
+        then = before.get(name, now)
+        if then != now:
+            what = "as many, with other names or classes" if then["files"] == now["files"] else f"{now['files']} now"
+            said.append(f"data.{name}: {then['files']} files when the run was begun, {what}")
+    if said:
+        raise RunFolderError(f"{folder}: {'; '.join(said)}. Resume with the run's own data, or start a new run: log.dir=NEW_FOLDER")
+
+
+def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:
+    """Files that were taken for no images, by split: a whole folder of GIFs must not vanish in silence."""
+    for name, split in datasets.splits().items():
+        if split.skipped_extensions:
+            counts = ", ".join(f"{count} {extension}" for extension, count in sorted(split.skipped_extensions.items()))
+            text = f"data.{name}: files passed over by extension: {counts}; read are {' '.join(sorted(IMAGE_EXTENSIONS))}"
+            yield Notice(level="warning", text=text)
+
+
+def _passed_over(datasets: Datasets) -> dict[str, int]:
+    """The same, all splits together."""
+    return dict(sum((Counter(split.skipped_extensions) for split in datasets.splits().values()), Counter[str]()))
 
 
 def _class_difference(before: tuple[str, ...], now: tuple[str, ...], folder: Path) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
 from hiresvis import assemble
-from hiresvis.data.contract import Contract
+from hiresvis.data.contract import Contract, load_image
+from hiresvis.data.decode import probe
 from hiresvis.data.loader import EvalLoader
-from hiresvis.data.sources import load_dataset, load_unlabelled
+from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
-from hiresvis.errors import RunFolderError
+from hiresvis.errors import DataError, RunFolderError
 from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
 from hiresvis.run import RunDirectory
 from hiresvis.train.evaluate import evaluate as evaluate_split
@@ -77,12 +78,59 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
 def predict(run: Path, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Class names and scores of files and folders.
 
-    Yields:
-        path, label, score, and scores by class name.
+    Returns:
+        path, label, score, and scores by class name, as they are computed.
+
+    Raises:
+        RunFolderError, DataError: at once, when the run, the paths or the headers of some images cannot be used, every one named; the
+            latter also on the way, for an image that only decoding shows to be bad: after the rows of all images before it.
     """
     trained = _open_run(run)
-    contract = trained.contract
     samples = load_unlabelled(paths).samples
+    _look_at_headers(samples, trained.contract)
+    return _predictions(trained, samples)
+
+
+def _look_at_headers(samples: Sequence[Sample], contract: Contract) -> None:
+    """Every image's header, before minutes are spent on the first ones.
+
+    Raises:
+        DataError: all that is wrong with them.
+    """
+    preprocess, problems = contract.preprocess(), []
+    for sample in samples:
+        try:
+            preprocess.check_channels(probe(sample.path, contract.max_pixels).channels)
+        except DataError as error:
+            problems += [replace(problem, place=str(sample.path)) for problem in error.problems]
+    if problems:
+        raise DataError(problems)
+
+
+def _predictions(trained: _Trained, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    done = 0
+    try:
+        for row in _rows(trained, samples):
+            done += 1
+            yield row
+    except DataError:
+        # A batch comes whole or not at all: the images before the bad one are predicted by themselves.
+        yield from _rows(trained, samples[done : done + _num_readable(samples[done:], trained.contract)])
+        raise
+
+
+def _num_readable(samples: Sequence[Sample], contract: Contract) -> int:
+    """How many images can be decoded before the first that cannot."""
+    for position, sample in enumerate(samples):
+        try:
+            load_image(sample.path, contract.preprocess(), max_pixels=contract.max_pixels)
+        except DataError:
+            return position
+    return len(samples)
+
+
+def _rows(trained: _Trained, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    contract = trained.contract
     loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
     trained.step.model.eval()
     for item in loader:

@@ -68,7 +68,7 @@ def test_a_budget_option_is_checked_like_an_override(tmp_path):
     recipe.write_text("task: classify\ndata: {train: d}\nmodel: {name: m}\n")
     done = hiresvis("plan", recipe, "--budget", "22")
     assert done.returncode == 2
-    assert "memory.budget  22 has no unit; write 22GiB" in done.stderr
+    assert "--budget  22 has no unit; write 22GiB" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("fit",), ("fit", "a.yaml", "--nope"), ("nothing",), ("fit", "a.yaml", "--ui", "loud")])
@@ -140,6 +140,35 @@ def test_ctrl_c_outside_training_ends_with_130(capsys):
     assert ending(KeyboardInterrupt(), capsys) == (130, "Interrupted.\n")
 
 
+def test_ctrl_c_after_a_run_was_stopped_keeps_what_was_said_of_it(capsys):
+    """A second one that falls between the saving and the message hides neither the message nor its code."""
+    late = KeyboardInterrupt()
+    late.__context__ = errors.Interrupted("the state was saved", exit_code=143)
+    assert ending(late, capsys) == (143, "the state was saved\n")
+
+
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "said"),
+    [
+        # while the command line is being imported
+        (f"sys.meta_path.insert(0, type('Now', (), {{'find_spec': lambda *_: {INTERRUPT}}})())", 130, ""),
+        # while a library executes text, as dataclasses do: the interpreter remembers that until its end
+        (f"import hiresvis.recipe; hiresvis.recipe.recipe_json_schema = lambda: exec({INTERRUPT!r}, globals())", 130, "Interrupted.\n"),
+        # when the command is done and the process is on its way out
+        (f"import atexit; atexit.register(lambda: {INTERRUPT})", 0, ""),
+    ],
+    ids=["importing", "working", "leaving"],
+)
+def test_ctrl_c_at_any_time_leaves_no_traceback(prepare, code, said):
+    """From the start of the program to the last thing it does: an exit code, never death by the signal."""
+    text = f"import os, signal, sys; sys.argv = ['hiresvis', 'schema']; from hiresvis.__main__ import main; {prepare}; main()"
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_a_full_disk_is_the_machines_fault(capsys):
     """The system's own errors about room and rights end with 6."""
     code, said = ending(OSError(errno.ENOSPC, "No space left on device", "x.csv"), capsys)
@@ -185,3 +214,39 @@ def test_a_table_takes_its_name_when_it_is_whole(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.csv", "whole")]
     with pytest.raises(errors.EnvironmentFailed, match="give another file to --out"), cli._whole_file(tmp_path / "no" / "x.csv"):
         pass
+
+
+def test_only_the_files_own_errors_are_blamed_on_out(tmp_path):
+    """What goes wrong while a table is computed passes as it is; an empty .partial is not left behind."""
+    out = tmp_path / "out.csv"
+
+    def fails_within(error: OSError) -> None:
+        with cli._whole_file(out):
+            raise error
+
+    with pytest.raises(OSError, match="too many open files") as caught:
+        fails_within(OSError(errno.EMFILE, "too many open files", "image.png"))
+    assert not isinstance(caught.value, errors.EnvironmentFailed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that cannot be written")
+def test_a_full_disk_is_blamed_on_out(tmp_path):
+    """Where writing itself fails, the message names the file that was asked for."""
+    (tmp_path / "out.csv.partial").symlink_to("/dev/full")
+    said = r"out\.csv: not written \(No space left on device\); give another file to --out"
+    rows = [{"path": "a.jpg", "label": "bad", "score": 1.0, "scores": {"bad": 1.0}}]
+    with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
+        cli._write_predictions(rows, stream)
+    (tmp_path / "out.csv.partial").symlink_to("/dev/full")
+    with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
+        stream.write("what is written when the file is closed")
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_predict_on_what_is_no_run_leaves_nothing(tmp_path):
+    """Exit 6 with the folder's name, and no file at --out or beside it."""
+    done = hiresvis("predict", tmp_path / "nowhere", tmp_path, "--out", tmp_path / "out.csv")
+    assert done.returncode == 6
+    assert f"{tmp_path / 'nowhere'}: no such folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from hiresvis import device
 from hiresvis.device import StorageCounter, is_out_of_memory
-from hiresvis.errors import EnvironmentFailed
-from hiresvis.units import MIB
+from hiresvis.errors import RecipeError
+from hiresvis.memory.budget import CUDA_CONTEXT_BYTES
+from hiresvis.units import GIB, MIB
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_capacity_and_use_are_consistent() -> None:
@@ -40,7 +41,7 @@ def test_a_share_is_of_the_capacity_and_auto_of_what_is_free() -> None:
 def test_a_budget_above_the_capacity_is_refused() -> None:
     """The message has both numbers."""
     total, _ = device.capacity(CPU)
-    with pytest.raises(EnvironmentFailed, match=r"memory\.budget is .* but the cpu device has"):
+    with pytest.raises(RecipeError, match=r"memory\.budget  .* is above the .* that the cpu device has; lower it or use auto"):
         device.budget(CPU, total + MIB, 0)
 
 
@@ -86,11 +87,86 @@ def test_the_peak_meter_sees_memory_that_came_and_went() -> None:
     assert meter.peak_bytes() - meter.base_bytes < 100 * MIB
 
 
-def test_shared_parameters_count_once() -> None:
-    """Parameters and buffers in bytes; a tied weight is one."""
-    model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(2)])
-    model[1].weight = model[0].weight
-    assert device.module_bytes(model) == (4 * 4 * 4 + 2 * 2 * 4, 2 * 2 * 4 + 8)
+class Card:
+    """A GPU of 24 GiB behind torch.cuda's functions: what others hold, this process's context, what its allocator holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, others: int, context: int) -> None:
+        self.total, self.others, self.context, self.reserved, self.retries = 24 * GIB, others, context, 0, 0
+        for name, value in {
+            "mem_get_info": lambda _: (self.total - self.others - self.context - self.reserved, self.total),
+            "memory_reserved": lambda _: self.reserved,
+            "max_memory_reserved": lambda _: self.reserved,
+            "memory_allocated": lambda _: self.reserved,
+            "memory_stats": lambda _: {"num_alloc_retries": self.retries},
+            "synchronize": lambda _: None,
+            "reset_peak_memory_stats": lambda _: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize("context", [450 * MIB, 600 * MIB, 900 * MIB])
+@pytest.mark.parametrize("others", [0, 2 * GIB])
+def test_the_context_of_a_gpu_counts_once(monkeypatch: pytest.MonkeyPatch, context: int, others: int) -> None:
+    """What a budget leaves for tensors is its share of the card less others and less one context, whatever that really takes."""
+    card = Card(monkeypatch, others=others, context=context)
+    everything = device.budget(CUDA, 1.0, 0)
+    room = everything.total_bytes - everything.others_bytes - everything.baseline_bytes
+    really = card.total - others - context
+    assert room == (really if others else min(really, card.total - CUDA_CONTEXT_BYTES))
+    auto = device.budget(CUDA, "auto", 0)
+    assert auto.total_bytes == int(0.95 * (card.total - auto.others_bytes))
+    assert auto.total_bytes - auto.baseline_bytes <= 0.95 * really
+    card.reserved = 3 * GIB  # weights that are there already are not others'
+    assert device.capacity(CUDA) == (card.total, everything.others_bytes)
+
+
+def test_a_measured_peak_on_a_gpu_is_held_against_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that take all of a budget's room measure as the whole budget."""
+    card = Card(monkeypatch, others=0, context=CUDA_CONTEXT_BYTES)
+    found = device.budget(CUDA, 8 * GIB, 0)
+    card.reserved = found.total_bytes - found.baseline_bytes
+    assert device.PeakMeter(CUDA).peak_bytes() == found.total_bytes
+
+
+def test_flushes_of_the_allocators_cache_are_counted_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before `start` are not this measurement's; the CPU has none."""
+    card = Card(monkeypatch, others=0, context=0)
+    card.retries = 4
+    meter = device.PeakMeter(CUDA)
+    meter.start()
+    assert meter.num_retries() == 0
+    card.retries = 6
+    assert meter.num_retries() == 2
+    meter.start()
+    assert meter.num_retries() == 0
+    assert device.PeakMeter(CPU).num_retries() == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 300\nfile 600\ninactive_file 450\n"}, (1000, 450)),
+        ({"memory.max": "1000\n", "memory.current": "900\n"}, (1000, 900)),
+        ({"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "inactive_file 901\n"}, (1000, 0)),
+        ({"memory.max": "max\n", "memory.current": "900\n", "memory.stat": "inactive_file 450\n"}, (None, 0)),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "900\n",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
+            },
+            (1000, 400),
+        ),
+        ({}, (None, 0)),
+    ],
+    ids=["version 2", "without figures", "cache above use", "no limit", "version 1", "no group"],
+)
+def test_files_that_the_kernel_would_give_up_are_not_in_use(tmp_path: Path, files: dict[str, str], found: tuple[int | None, int]) -> None:
+    """A control group counts the cache of read images as used; it is taken off, in either version."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert device.control_group(tmp_path) == found
 
 
 def test_storages_count_once_and_round_up_to_blocks() -> None:

@@ -37,12 +37,12 @@ def check_plan(model: nn.Module, plan: CheckpointPlan) -> None:
     if taken is not None:
         raise ValueError(f"a plan is applied already (at {taken!r}); remove it first")
     for name, version in (("torch", torch.__version__), ("timm", timm.__version__)):
-        planned = getattr(plan, "versions", {}).get(name)
+        planned = plan.versions.get(name)
         if planned is not None and _release(planned) != _release(version):
             raise ValueError(
                 f"the plan was made with {name} {planned}, and this is {name} {version}: what a unit saves can differ. Plan again"
             )
-    planned, found = getattr(plan, "versions", {}).get(FINGERPRINT), fingerprint(model)
+    planned, found = plan.versions.get(FINGERPRINT), fingerprint(model)
     if planned is not None and planned != found:
         raise ValueError(
             f"the plan is for another model, or for other trained parameters: it was made for {plan.model} with {planned}, "

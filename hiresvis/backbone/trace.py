@@ -166,13 +166,13 @@ class _Recorder(StorageCounter):
             if not self.in_backward:
                 interval.operators += 1
                 self._note_product(interval, func, args, out, _moved_bytes(func, args, tensor))
-            elif torch.is_grad_enabled():  # a module that runs in slices does its forward once more
-                interval.again_flops += forward_flops(func, args, out)
-                interval.again_traffic += _moved_bytes(func, args, tensor)
                 if func is torch.ops.aten._to_copy.default and id(args[0]) in self.weight_tensors:
                     number = self.number(tensor)
                     if number is not None:
                         interval.casts.add(number)
+            elif torch.is_grad_enabled():  # a module that runs in slices does its forward once more
+                interval.again_flops += forward_flops(func, args, out)
+                interval.again_traffic += _moved_bytes(func, args, tensor)
         self.note_level()
         return out
 

@@ -1,8 +1,9 @@
 """Batches in a fixed order: what a step sees depends on (seed, epoch, batch) alone, not on workers, start method or resume.
 
-A batch of the optimizer is cut into micro-batches of nearly equal size, and each micro-batch is decoded as one task in one worker
-process (or here, with workers=0). The order and every sample's seed are drawn in the main process and travel with the task, so worker
-processes hold no random state. Images travel as bytes, channels last; the device makes numbers of them (`contract.make_prepare`).
+A batch of the optimizer is cut into micro-batches of nearly equal size (`part_sizes`), and each micro-batch is decoded as one task in
+one worker process (or here, with workers=0). The order and every sample's seed are drawn in the main process and travel with the task,
+so worker processes hold no random state. Images travel as bytes, channels last; the device makes numbers of them
+(`contract.make_prepare`).
 """
 
 from __future__ import annotations
@@ -59,13 +60,36 @@ class MicroBatch:
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
+def batch_sizes(num_samples: int, batch: int, least: int = 1) -> tuple[int, ...]:
+    """Images of each batch of an epoch. The last one has what is left; where that is less than `least`, the last two share theirs.
+
+    >>> batch_sizes(11, 4), batch_sizes(9, 4), batch_sizes(9, 4, 2)
+    ((4, 4, 3), (4, 4, 1), (4, 3, 2))
+    """
+    sizes = [min(batch, num_samples - start) for start in range(0, num_samples, batch)]
+    if len(sizes) > 1 and sizes[-1] < least:
+        both = sizes[-2] + sizes[-1]
+        sizes[-2:] = [both - both // 2, both // 2]
+    return tuple(sizes)
+
+
+def part_sizes(images: int, micro_batch: int) -> tuple[int, ...]:
+    """Images of each micro-batch of a batch: as few parts as there have to be, as even as can be.
+
+    >>> part_sizes(9, 8), part_sizes(7, 3)
+    ((5, 4), (3, 2, 2))
+    """
+    parts = -(-images // micro_batch)
+    return tuple(images // parts + (position < images % parts) for position in range(parts))
+
+
 class TrainLoader:
     """Seeded, shuffled micro-batches of one epoch after another.
 
-    `len()` is the number of batches in a whole epoch; the last, smaller batch is kept. With bad_images="skip" an unreadable file is left
-    out and listed in `skipped`: its batch is smaller by one and nothing takes its place. All parts of a batch are then held until the
-    last is decoded, because the true size of the batch has to be known at its first part. A batch without one readable image comes as
-    one empty micro-batch (no indices, batch_images 0), so that batches keep their numbers.
+    `len()` is the number of batches in a whole epoch; the last, smaller batch is kept (see `batch_sizes`). With bad_images="skip" an
+    unreadable file is left out and listed in `skipped`: its batch is smaller by one and nothing takes its place. All parts of a batch are
+    then held until the last is decoded, because the true size of the batch has to be known at its first part. A batch without one readable
+    image (or with fewer than `least`) comes as one empty micro-batch (no indices, batch_images 0), so that batches keep their numbers.
 
     Args:
         samples: with labels.
@@ -73,6 +97,7 @@ class TrainLoader:
         max_pixels: larger images are refused.
         batch: images a step of the optimizer sees.
         micro_batch: the most images in one part.
+        least: the fewest that a part should have (batch statistics need more than one image); kept wherever batch and micro_batch allow.
         seed: of order and augmentation.
         workers: processes; 0 decodes here.
         bad_images: "error" or "skip".
@@ -89,6 +114,7 @@ class TrainLoader:
         batch: int,
         micro_batch: int,
         seed: int,
+        least: int = 1,
         workers: int = 0,
         bad_images: str = "error",
         pin: bool = False,
@@ -98,6 +124,7 @@ class TrainLoader:
         assert batch >= 1, batch
         self.samples = tuple(samples)
         self.batch = batch
+        self._least = min(least, batch)
         self.skipped: list[tuple[str, str]] = []
         self._seed = seed
         self._skip = bad_images == "skip"
@@ -107,7 +134,7 @@ class TrainLoader:
         self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.batch)
+        return len(batch_sizes(len(self.samples), self.batch, self._least))
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Chooses the epoch that the next iteration gives, from `first_batch` on (resume inside an epoch)."""
@@ -134,14 +161,14 @@ class TrainLoader:
 
     def _tasks(self) -> list[_Task]:
         order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
-        tasks = []
-        for number in range(self._first_batch, len(self)):
-            members = order[number * self.batch : (number + 1) * self.batch]
-            parts = np.array_split(members, -(-len(members) // self.micro_batch))
-            tasks += [
-                _Task(self._epoch, number, tuple(int(index) for index in part), len(members), position == len(parts) - 1)
-                for position, part in enumerate(parts)
-            ]
+        tasks, start = [], 0
+        for number, size in enumerate(batch_sizes(len(self.samples), self.batch, self._least)):
+            parts = part_sizes(size, self.micro_batch)
+            for position, count in enumerate(parts):
+                if number >= self._first_batch:
+                    members = tuple(int(index) for index in order[start : start + count])
+                    tasks.append(_Task(self._epoch, number, members, size, position == len(parts) - 1))
+                start += count
         return tasks
 
     def _whole_batches(self, results: Iterator[_Loaded]) -> Iterator[MicroBatch]:
@@ -152,11 +179,31 @@ class TrainLoader:
             if result.micro_batch is not None:
                 parts.append(result.micro_batch)
             if result.task.closes_batch:
+                parts = self._recut(parts)
                 present = sum(len(part.indices) for part in parts)
-                parts = [part for part in parts if part.indices] or parts[:1]
                 while parts:
                     part = parts.pop(0)
                     yield replace(part, batch_images=present, closes_batch=not parts)
+
+    def _recut(self, parts: list[MicroBatch]) -> list[MicroBatch]:
+        """The parts of a batch without those that lost every image; cut anew where one has fewer than `least` left."""
+        kept, least = [part for part in parts if part.indices], min(self._least, self.micro_batch)
+        if all(len(part.indices) >= least for part in kept):
+            return kept or parts[:1]
+        first, shape = parts[0], tuple(parts[0].images.shape[1:])
+        arrays = [image for part in kept for image in part.images.numpy()]
+        targets = torch.cat([part.targets for part in kept])
+        indices = [index for part in kept for index in part.indices]
+        if len(indices) < least:
+            arrays, targets, indices = [], targets[:0], []
+        cut: list[MicroBatch] = []
+        start = 0
+        for count in part_sizes(len(indices), self.micro_batch) or (0,):
+            chosen = slice(start, start + count)
+            images = _stack(arrays[chosen], shape)
+            cut.append(replace(first, images=images, targets=targets[chosen].clone(), indices=tuple(indices[chosen])))
+            start += count
+        return cut
 
 
 class EvalLoader:

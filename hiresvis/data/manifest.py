@@ -34,7 +34,8 @@ def read_manifest(
     columns = _find_columns(source, header, {key: name for key, name in wanted.items() if name is not None})
     entries: list[Entry] = []
     problems: list[Problem] = []
-    first_rows: dict[str, Entry] = {}
+    first_rows: dict[str, Entry] = {}  # by name as written, and by where the file is
+    folders: dict[str, str] = {}
     for line, values in lines[1:]:
         place = f"{source.name}:{line}"
         if len(values) != len(header):
@@ -44,11 +45,13 @@ def read_manifest(
         found = _row_problems(source, row, wanted, place)
         if not found:
             entry = _entry(source, row, place)
-            earlier = first_rows.setdefault(entry.name, entry)
-            if earlier is not entry:
+            located = _located(entry.path, folders)
+            earlier = first_rows.get(entry.name) or first_rows.get(located)
+            if earlier is not None:
                 other = f" with label {earlier.label!r}" if earlier.label != entry.label else ""
                 found = [Problem(f"{entry.name} is listed before, at {earlier.row}{other}; keep one row an image", place)]
             else:
+                first_rows[entry.name] = first_rows[located] = entry
                 entries.append(entry)
         problems += found
     return Scan(tuple(entries)), problems
@@ -68,11 +71,22 @@ def _read_rows(source: Path) -> list[tuple[int, list[str]]]:
                 first_line = reader.line_num + 1
             return rows
     except UnicodeDecodeError as error:
-        raise DataError([Problem(f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8", str(source))]) from error
+        raise DataError([_not_utf8(source, error)]) from error
     except csv.Error as error:
         raise DataError([Problem(f"is not a csv table: {error}", f"{source.name}:{reader.line_num}")]) from error
     except OSError as error:
         raise DataError([Problem(f"cannot be read: {error.strerror}", str(source))]) from error
+
+
+def _not_utf8(source: Path, error: UnicodeDecodeError) -> Problem:
+    """Names the line: the error itself counts bytes within the block that was being read."""
+    text = source.read_bytes()
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as first:
+        error = first
+    line = text.count(b"\n", 0, error.start) + 1
+    return Problem(f"byte {text[error.start]:#04x} is not UTF-8; save the file as UTF-8", f"{source.name}:{line}")
 
 
 def _delimiter(head: str, source: Path) -> str:
@@ -118,6 +132,17 @@ def _locate(source: Path, written: str) -> Path:
     if "\\" in written and not os.path.lexists(path):
         return source.parent / written.replace("\\", "/")
     return path
+
+
+def _located(path: Path, folders: dict[str, str]) -> str:
+    """One text for one file, however its folder is written: relative, absolute, through links. `folders` remembers those seen.
+
+    A file that is a link itself is left as it is, as a copy would be: stores of files by content link alike images to one file.
+    """
+    folder = str(path.parent)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    return os.path.join(folders[folder], path.name)
 
 
 def _entry(source: Path, row: Mapping[str, str], place: str) -> Entry:

@@ -8,11 +8,13 @@ known without opening an image is checked here, and all problems are reported at
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hiresvis.data.folders import Entry, Scan, scan_class_folders, scan_unlabelled
 from hiresvis.data.manifest import read_manifest
@@ -62,6 +64,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this set from another: the number of files, and a hash of their names and classes, whatever their order."""
+        rows = sorted(f"{sample.name}\t{'' if sample.label is None else self.classes[sample.label]}\n" for sample in self.samples)
+        return {"files": len(rows), "sha256": hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()}
 
     def class_counts(self) -> dict[str, int]:
         """Samples per class, every class named, in the order of the classes."""
@@ -115,17 +122,16 @@ def load_datasets(
         DataError: with everything that was found, places and counts.
     """
     reader = _Reader(image_column, label_column, group_column)
-    scans: dict[str, Scan] = {"train": reader.read(train, split_column)}
+    scans, unread = _read_sources(reader, {"train": train, "val": val, "test": test}, split_column)
+    if unread:
+        raise DataError(unread)
     findings: list[Problem] = []
     if split_column is not None:
         if train.is_dir():
             raise DataError(
                 f"data.split names the column {split_column!r}, and {train} is a folder; give a csv manifest or remove data.split"
             )
-        scans = _by_split_column(scans["train"], train, val, test, findings)
-    for name, source in (("val", val), ("test", test)):
-        if isinstance(source, Path) and name not in scans:
-            scans[name] = reader.read(source, None)
+        scans = {**scans, **_by_split_column(scans["train"], train, val, test, findings)}
     names = _class_names(scans["train"], train, classes, findings)
     if "val" not in scans:
         assert not isinstance(val, Path)
@@ -139,6 +145,9 @@ def load_datasets(
             datasets[name] = _to_dataset(_without_unseen(scans[name], name, names, unseen, findings, problems), names)
             if not problems and not datasets[name].samples:
                 problems.append(Problem("holds no images", f"data.{name}"))
+    if len(names) == 1:
+        lone = f"{names[0]!r} is the only class; a classifier needs two: add images of another"
+        problems.insert(0, Problem(lone, str(train), "data.train"))
     if problems:
         raise DataError(problems)
     for name, dataset in datasets.items():
@@ -226,6 +235,22 @@ class _Reader:
         return scan
 
 
+def _read_sources(
+    reader: _Reader, sources: Mapping[str, Path | float | None], split_column: str | None
+) -> tuple[dict[str, Scan], list[Problem]]:
+    """The sources that can be read, and what is wrong with the others, each once."""
+    scans: dict[str, Scan] = {}
+    problems: list[Problem] = []
+    for name, source in sources.items():
+        if not isinstance(source, Path):
+            continue
+        try:
+            scans[name] = reader.read(source, split_column if name == "train" else None)
+        except DataError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    return scans, problems
+
+
 def _siblings(source: Path) -> list[str]:
     try:
         return [entry.name for entry in os.scandir(source.parent)]
@@ -273,8 +298,6 @@ def _class_names(scan: Scan, train: Path, given: Sequence[str] | None, findings:
         for name in names
         if not found[name]
     ]
-    if len(names) == 1:
-        findings.append(Problem(f"{names[0]!r} is the only class; a classifier needs two", str(train), "data.train"))
     return names
 
 

@@ -5,34 +5,31 @@ a position means storing one unit, recomputing it by itself in one of its ways, 
 starts there, at once or nested (unit by unit). An option is allowed where bytes kept plus its own highest need, forward
 and backward, stay within the room.
 
-Two programs share the options. `cheapest` keeps bytes on a grid (they round up to `GRID_BYTES` units) and is exact up to
-it. `least_kept` asks only whether anything fits: for that the path that keeps the fewest bytes is the best one in every
+Two programs share the options. `cheapest` keeps bytes on a grid (they round up to its units) and is exact up to it. `least_kept` asks only whether anything fits: for that the path that keeps the fewest bytes is the best one in every
 respect, so one number per state is enough, and it is exact. Boundaries shared by units that are not neighbours are counted
 twice; the walk of `memory.peak` gives the chosen plan's exact peak.
 
 (Recompute with segments of any length: Chen et al. 2016; the general problem with nesting: Herrmann, Beaumont et al.,
 *Optimal checkpointing for heterogeneous chains*, 2019. Nesting here is two levels deep, the inner one unit by unit.)
 
-The grid is absolute and does not depend on the room, so that more room allows every plan that less room does.
+The grid's unit is a power of two, at most 1/4096 of the room. Within one grid more room allows every plan that less room
+does; where the grid gets coarser, the plan of the largest room of the finer one is still considered.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
-
-from hiresvis.units import MIB
 
 from .costs import MemoryProfile, Recompute, Tier, UnitCosts
 from .peak import StepSetting, find_way, offloaded_bytes
 from .plan import Segment
 
-GRID_BYTES = 2 * MIB
+GRID_BYTES = 4096  # the finest
 MAX_GRID_POINTS = 8192
 SLICES_PRICE = 0.1  # of a unit's FLOPs: bit-identity is given up only for more than that
 MAX_NESTED_UNITS = 12  # a longer nest holds more inputs than it saves
@@ -201,10 +198,25 @@ class Program:
 
     def cheapest(self, room: int) -> tuple[Segment, ...] | None:
         """The plan of least cost within `room` bytes, up to the grid; None when none fits it."""
-        count = len(self.profile.units)
-        grid, points = self._grid(room)
-        if points <= 0:
+        grid = GRID_BYTES
+        while room >= grid * MAX_GRID_POINTS:
+            grid *= 2
+        found = self._cheapest(room, grid)
+        if grid > GRID_BYTES:
+            finer = self._cheapest(grid // 2 * MAX_GRID_POINTS - 1, grid // 2)
+            if finer is not None and (found is None or self.cost(finer) < self.cost(found)):
+                return finer
+        return found
+
+    def cost(self, segments: Iterable[Segment]) -> int:
+        """What these segments add to a step, per image, in FLOPs."""
+        return sum(segment_cost(self.profile, segment, self.host, self.flops_per_byte) for segment in segments)
+
+    def _cheapest(self, room: int, grid: int) -> tuple[Segment, ...] | None:
+        if room <= 0:
             return None
+        count = len(self.profile.units)
+        points = min(room, self._most_kept() + (2 * len(self.profile.units) + 2) * grid) // grid + 1  # every amount is rounded up
         infinite = np.iinfo(np.int64).max
         values = np.full((count + 1, 2, points), infinite, dtype=np.int64)
         choice = np.full((count + 1, 2, points), -1, dtype=np.int32)
@@ -246,15 +258,13 @@ class Program:
             position, bit, point = option.segment.start, int(option.opening_kept), point - -(-option.added // grid)
         return tuple(reversed(segments))
 
-    def _grid(self, room: int) -> tuple[int, int]:
-        """Bytes of a grid unit, and their number."""
+    def _most_kept(self) -> int:
+        """A bound on what any plan keeps: a boundary is counted with each unit that keeps it, as the options may."""
         everything = self.images
-        for unit in self.profile.units:  # an upper bound: a boundary is counted with each unit that keeps it, as the options may
-            kept = unit.interior.at(self.batch) + self.profile.boundary_bytes(unit.saves, self.batch) + unit.input.at(self.batch)
-            everything += max([kept, *(unit.input.at(self.batch) + way.kept.at(self.batch) for way in unit.ways)])
-        grid = GRID_BYTES * max(1, ceil(everything / (MAX_GRID_POINTS * GRID_BYTES)))
-        most_kept = everything + (2 * len(self.profile.units) + 2) * grid  # every amount is rounded up
-        return grid, min(room, most_kept) // grid + 1
+        for unit, size in zip(self.profile.units, self.sizes, strict=True):
+            kept = size.interior + sum(self.boundaries[number] for number in unit.saves) + size.input
+            everything += max([kept, *(size.input + way.kept.at(self.batch) for way, *_ in size.ways)])
+        return everything
 
     def _options(self, start: int, opening_kept: bool) -> Iterator[Option]:
         units = self.profile.units

@@ -15,7 +15,7 @@ from math import ceil
 from .costs import MemoryProfile
 from .peak import PredictedPeak, StepSetting, offloaded_bytes, predict_peak, resident_bytes
 from .plan import CheckpointPlan, NoPlan, Segment, describe_stages, store_all, uniform
-from .program import GRID_BYTES, Freedom, Host, Program, segment_cost, segment_flops
+from .program import Freedom, Host, Program, segment_cost, segment_flops
 
 UNIFORM_SPACINGS = (4, 2, 1)
 # What plans may use, by rung of the ladder: each adds a finer tier. The last two need leave: `exact: close`, and a host.
@@ -26,6 +26,7 @@ FREEDOMS: tuple[tuple[str, frozenset[Freedom]], ...] = (
     ("chunk", frozenset({"recompute", "keep", "nested", "chunk"})),
     ("offload", frozenset({"recompute", "keep", "nested", "chunk", "offload"})),
 )
+_LESS = 4096  # the least part of the room by which the program is asked for less at first
 _UNPLANNED = ("evaluation", "optimizer step")  # peaks that no plan changes
 _HOST_PRICES = (0.0, 1.0, 8.0, 64.0, 512.0, 4096.0)  # FLOPs per offloaded byte, until the host's memory is enough
 
@@ -111,7 +112,7 @@ class Planner:
         self.profile, self.budget_bytes, self.setting, self.limits = profile, budget_bytes, setting, limits
         self.best = lru_cache(maxsize=None)(self._best)
         self.anything = lru_cache(maxsize=None)(self._anything)
-        self._program = lru_cache(maxsize=16)(self._make_program)
+        self._program = lru_cache(maxsize=64)(self._make_program)
 
     def _setting(self, micro_batch: int) -> StepSetting:
         batch = self.limits.batch
@@ -179,11 +180,13 @@ class Planner:
             if room <= 0:
                 break
             program = self._program(micro_batch, allow, price)
+            less = max(1, room // _LESS)
             while (segments := search(program, room)) is not None:
                 found.append(self.score(segments, micro_batch))
                 if found[-1].peak.total_bytes <= self.budget_bytes or found[-1].peak.where in _UNPLANNED:
                     break
-                room -= max(GRID_BYTES, found[-1].peak.total_bytes - self.budget_bytes)
+                room -= max(less, found[-1].peak.total_bytes - self.budget_bytes)
+                less *= 2
             if not found or self.fits(found[-1]) or found[-1].peak.total_bytes > self.budget_bytes:
                 break
         return found
@@ -261,7 +264,7 @@ class Planner:
         roomy = Planner(self.profile, 1 << 60, self.setting, self.limits)
         program = roomy._program(micro_batch, self.limits.allowed, 0.0)
         found, low, high = [], 0, roomy.score(store_all(self.profile), micro_batch).peak.total_bytes
-        while high - low > max(GRID_BYTES, high // 200):
+        while high - low > max(1, high // 200):
             middle = (low + high) // 2
             segments = program.least_kept(middle)
             if segments is None:

@@ -7,11 +7,9 @@ the same from the run folder.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -67,9 +65,10 @@ class Resolution:
         return tuple(self._entry(key, value) for key, value in values.items())
 
     @property
-    def unresolved(self) -> tuple[str, ...]:
-        """Keys that still say auto, with no reason recorded."""
-        return tuple(entry.key for entry in self.entries if entry.value == "auto" and entry.origin != "auto" and entry.key != "log.ui")
+    def autos(self) -> tuple[Entry, ...]:
+        """What each `auto` became, in the order of being found."""
+        values = _flat(self._build().model_dump())
+        return tuple(self._entry(key, values[key]) for key in self._found)
 
     def text(self) -> str:
         """The resolved recipe as YAML, each value with its origin."""
@@ -85,12 +84,6 @@ class Resolution:
             why = f": {entry.why}" if entry.why else ""
             lines.append(f"{'  ' * len(sections)}{name}: {_yaml(entry.value)}  # {entry.origin}{why}")
         return "\n".join(lines) + "\n"
-
-    def write(self, path: Path) -> None:
-        """Writes `text()` whole or not at all."""
-        partial = path.with_name(f".{path.name}.tmp")
-        partial.write_text(self.text(), encoding="utf-8")
-        os.replace(partial, path)
 
     def _entry(self, key: str, value: Any) -> Entry:
         if key in self._found:

@@ -113,7 +113,9 @@ class Memory(Section):
     )
     channels_last: Annotated[Auto | bool, values.flag("auto")] = _key("auto", "Memory order of images inside the network.")
     compile: Annotated[bool, values.flag(only=False, later=("true",))] = _key(False, "torch.compile.")
-    on_oom: Annotated[Literal["replan", "stop"], values.choice("replan", "stop")] = _key("replan", "What running out of memory does.")
+    on_oom: Annotated[Literal["stop"], values.choice("stop", later=("replan",))] = _key(
+        "stop", "What running out of memory in training does: today it ends the run, which can be resumed."
+    )
 
 
 class Optim(Section):
@@ -176,8 +178,8 @@ class Train(Section):
     max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(
         None, "The run ends in order after this time, such as 3h45m."
     )
-    on_divergence: Annotated[Literal["rollback", "stop"], values.choice("rollback", "stop")] = _key(
-        "rollback", "What non-finite numbers, several steps in a row, do; today both stop the run with advice."
+    on_divergence: Annotated[Literal["stop"], values.choice("stop", later=("rollback",))] = _key(
+        "stop", "What non-finite numbers, several steps in a row, do: today they end the run with advice."
     )
     keep: Keep = _key(Keep(), "How many weights are kept.")
     save_every: Annotated[float, quantities.duration()] = _key("10min", "Time between snapshots.")
@@ -193,8 +195,8 @@ class Log(Section):
     ui: Annotated[Literal["auto", "rich", "plain", "json", "off"], values.choice("auto", "rich", "plain", "json", "off")] = _key(
         "auto", "The live view."
     )
-    to: Annotated[tuple[str, ...], structures.several("csv", "jsonl", later=("tensorboard", "wandb", "mlflow"))] = _key(
-        ["csv", "jsonl"], "Where metrics are written besides the view."
+    to: Annotated[tuple[str, ...], structures.all_of("csv", "jsonl", later=("tensorboard", "wandb", "mlflow"))] = _key(
+        ["csv", "jsonl"], "Where metrics are written besides the view; csv and jsonl always are."
     )
     report: Annotated[bool, values.flag()] = _key(True, "Write report.html at the end.")
 

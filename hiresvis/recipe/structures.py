@@ -89,21 +89,23 @@ def names(*, word: str | None = None, low: int = 1) -> Kind:
     return Kind(parse, any_of((word,) if word else (), False, array), lambda value: list(value) if isinstance(value, tuple) else value)
 
 
-def several(*words: str, later: Sequence[str] = ()) -> Kind:
-    """A list of different words, as a tuple; it may be empty."""
+def all_of(*words: str, later: Sequence[str] = ()) -> Kind:
+    """A list that has each of these words once, in any order, as a tuple: nothing of it can be chosen yet, only named."""
 
     def parse(value: Any) -> tuple[str, ...]:
         if not isinstance(value, list | tuple):
-            mend = f"a list: [{shown(value)}]" if value in words else f"a list of {either(words)}"
-            raise ValueError(f"{shown(value)} is {what(value)}; give {mend}")
+            raise ValueError(f"{shown(value)} is {what(value)}; give a list: {shown(list(words))}")
         for index, item in enumerate(value):
             if not (isinstance(item, str) and item in words):
                 raise at([index], str(refuse_word(item, words, later, "")))
             if item in value[:index]:
                 raise at([index], f"{item} is there twice; keep one")
+        missing = [word for word in words if word not in value]
+        if missing:
+            raise ValueError(f"{shown(value)}: leaving out {either(missing)} is not there yet; today: {shown(list(words))}")
         return tuple(value)
 
-    return Kind(parse, {"type": "array", "items": {"enum": list(words)}, "uniqueItems": True}, list)
+    return Kind(parse, {"type": "array", "items": {"enum": list(words)}, "uniqueItems": True, "minItems": len(words)}, list)
 
 
 def spacing() -> Kind:

@@ -167,9 +167,13 @@ def text(*, empty_is: str = "", nullable: bool = False, later_suffixes: Sequence
 def finite(value: Any, expected: str) -> int | float:
     if isinstance(value, str):
         try:
-            float(value)
+            number = float(value)
         except ValueError:
             raise ValueError(f"{shown(value)} is text, not a number; give {expected}") from None
+        if not math.isfinite(number):  # nan and inf are words in YAML, with quotes or without
+            raise ValueError(f"{value} is not finite; give {expected}")
+        if "_" in value:
+            raise ValueError(f"{value} is text, not a number; write it without _")
         raise ValueError(f'"{value}" is text, not a number; take the quotes away')
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{shown(value)} is {what(value)}; give {expected}")

@@ -16,6 +16,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -62,23 +63,19 @@ class RunDirectory:
             free: tells the free bytes at a path.
 
         Raises:
-            RunFolderError: something is there already, or the place cannot be written, or is too full.
+            RunFolderError: something is there already, or the place cannot be written, or is too full; nothing is left behind.
         """
         refuse_existing(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            message = f"{path}: the run folder cannot be made ({files.reason(error)}); choose another log.dir"
-            raise RunFolderError(message) from error
-        there = free(path)
-        if there < need_bytes:
-            message = f"{path}: {format_size(there)} free, and the run needs {format_size(need_bytes)}"
-            raise RunFolderError(f"{message}; free some space, or choose another log.dir")
-        run = cls(path)
-        try:
-            run.write_text("recipe.yaml", recipe_text)
-        except EnvironmentFailed as error:
-            raise RunFolderError(str(error)) from error
+        with _made_or_removed(path):
+            there = free(path)
+            if there < need_bytes:
+                message = f"{path}: {format_size(there)} free, and the run needs {format_size(need_bytes)}"
+                raise RunFolderError(f"{message}; free some space, or choose another log.dir")
+            run = cls(path)
+            try:
+                run.write_text("recipe.yaml", recipe_text)
+            except EnvironmentFailed as error:
+                raise RunFolderError(str(error)) from error
         return run
 
     @classmethod
@@ -207,6 +204,28 @@ class RunDirectory:
         writer.writeheader()
         writer.writerows(self._epochs[number] for number in sorted(self._epochs))
         files.write_text(self.metrics, table.getvalue())
+
+
+@contextmanager
+def _made_or_removed(path: Path) -> Iterator[None]:
+    """The folder with its parents; those that were not there before are gone again when the work inside fails.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{path}: the run folder cannot be made ({files.reason(error)}); choose another log.dir"
+            raise RunFolderError(message) from error
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # not made, or somebody else has put something there
+                folder.rmdir()
+        raise
 
 
 def refuse_existing(path: Path) -> None:

@@ -30,7 +30,7 @@ class RunStarted(Event):
     num_train: int
     num_val: int
     epochs: int
-    batch: int
+    batch: int | None  # None: auto, PlanChosen tells it
     device: str
     budget_bytes: int
     capacity_bytes: int
@@ -178,6 +178,7 @@ class RunFinished(Event):
     counted_peak_bytes: int | None = None  # every live storage counted (probe)
     predicted_counted_bytes: int | None = None
     num_skipped: int = 0
+    passed_over: Mapping[str, int] = field(default_factory=dict)  # extension: files that are no images by name
     seconds: float = 0.0
 
 

@@ -32,7 +32,7 @@ def describe(event: Event) -> str:
             height, width = event.image_size
             return (
                 f"run {event.run_name}: {event.model} at {width}x{height} px, {event.num_train} training and {event.num_val} validation "
-                f"images of {len(event.classes)} classes, {event.epochs} epochs, batch {event.batch}, on {event.device}, "
+                f"images of {len(event.classes)} classes, {event.epochs} epochs, batch {event.batch or 'auto'}, on {event.device}, "
                 f"budget {format_size(event.budget_bytes)}{again}"
             )
         case AutoResolved():

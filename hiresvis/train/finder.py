@@ -3,26 +3,28 @@
 The predicted plan is tried with real steps: a first one that brings the optimizer's state into being, a second one with
 it, over two micro-batches where the batch is accumulated, and an evaluation step. Only a size that ran within the budget
 is returned. One that did not, or that ran out of memory, corrects the prediction by what was measured above it, and the
-search runs again; at most `MAX_PROBES` sizes run. Afterwards weights, buffers, optimizer, gradients, module modes and
-random state are as they were.
+search runs again; at most `MAX_PROBES` sizes run. Where training fits and evaluation does not, the evaluation batch is
+halved and the plan stays. Afterwards weights, buffers, optimizer, gradients, module modes and random state are as they were.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from hiresvis.backbone.segments import apply_plan
-from hiresvis.device import Budget, PeakMeter, StorageCounter, is_out_of_memory, release
+from hiresvis.device import PeakMeter, StorageCounter, is_out_of_memory, release
 from hiresvis.errors import DoesNotFit
+from hiresvis.ladder import explain, ladder_rows, refusal, with_eval_batch
+from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.plan import CheckpointPlan, NoPlan, store_all
-from hiresvis.memory.search import Candidate, Limits, Planner, Rung
+from hiresvis.memory.plan import CheckpointPlan, NoPlan
+from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.run.events import Event, LadderRow, Notice, PlanChosen
 from hiresvis.train.evaluate import eval_mode
 from hiresvis.train.step import TrainStep
@@ -31,7 +33,6 @@ from hiresvis.units import format_size
 
 MAX_PROBES = 3
 MOST_IMAGES = 1024  # a micro-batch above this gains nothing
-EVAL_IMAGES = 16  # nor does an evaluation batch above this
 _SAFETY = 1.02  # what a probe measured above the prediction is expected again, and a little more
 
 
@@ -45,6 +46,8 @@ class MeasuredPeak:
         counted_bytes: highest sum of live storages in training steps (CPU only, else 0).
         images_per_second: of the second training step.
         out_of_memory: the size did not run to its end.
+        num_retries: how often the allocator had to give its cache back to go on (GPU only): what fits only so is too large.
+        trained: the training steps ran within the budget, so that what does not fit then is the evaluation step.
     """
 
     peak_bytes: int
@@ -52,6 +55,20 @@ class MeasuredPeak:
     counted_bytes: int = 0
     images_per_second: float = 0.0
     out_of_memory: bool = False
+    num_retries: int = 0
+    trained: bool = False
+
+    def fits(self, most_bytes: int) -> bool:
+        """Whether it ran, and within `most_bytes`."""
+        return not self.out_of_memory and not self.num_retries and self.peak_bytes <= most_bytes
+
+    def what_happened(self) -> str:
+        """Why it was too large, in words."""
+        if self.out_of_memory:
+            return "ran out of memory"
+        if self.num_retries:
+            return f"ran only because the allocator gave its cache back {self.num_retries} times"
+        return f"used {format_size(self.peak_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +92,7 @@ class Finder:
         raw_image: shape (height, width, channels) and dtype of one image as the loader gives it.
         eval_batch: images of an evaluation batch, or None to choose.
         remedies: given the need and the budget, what would help when nothing fits.
+        check: raises what speaks against a plan, before it runs.
         stop: asked for a stop.
     """
 
@@ -89,24 +107,25 @@ class Finder:
         raw_image: tuple[tuple[int, int, int], torch.dtype],
         eval_batch: int | None = None,
         remedies: Callable[[NoPlan], tuple[str, ...]] = lambda _: (),
+        check: Callable[[CheckpointPlan], None] = lambda _: None,
         stop: StopRequest | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.step, self.train_mode, self.profile, self.budget, self.limits = step, train_mode, profile, budget, limits
-        self.raw_image, self.eval_batch, self.remedies = raw_image, eval_batch, remedies
+        self.raw_image, self.eval_batch, self.remedies, self.check = raw_image, eval_batch, remedies, check
         self.stop = StopRequest() if stop is None else stop
         self.clock = clock
+        self.most_bytes = budget.total_bytes - budget.reserve_bytes // 4  # training decodes images beside what a probe does
         self.found: Found | None = None
 
     def find(self) -> Iterator[Event]:
         """Search, probe and correct; `found` holds the result afterwards.
 
         Raises:
-            DoesNotFit: no allowed plan fits, by prediction or after `MAX_PROBES` sizes that ran.
+            DoesNotFit: no allowed plan fits, by prediction or after `MAX_PROBES` sizes that ran, or evaluation of one image runs out.
             Interrupted: a stop was requested.
         """
         reserve = self.budget.reserve_bytes
-        most_bytes = self.budget.total_bytes - reserve // 4  # training decodes images beside what a probe does
         measured: MeasuredPeak | None = None
         for attempt in range(1, MAX_PROBES + 1):
             planner = self.planner(self.limits, reserve)
@@ -117,22 +136,20 @@ class Finder:
             plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), explain(planner, candidate))
             rows = ladder_rows(planner, planner.ladder(), candidate)
             yield from rows
-            self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
-            measured = self.probe(plan)
-            self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
-            if not measured.out_of_memory and measured.peak_bytes <= most_bytes:
+            self.check(plan)
+            plan, measured = yield from self._probed(planner, candidate, plan)
+            if measured.fits(self.most_bytes):
                 rows = measured_rows(rows, planner, measured)
                 yield from rows
                 self.found = Found(plan=plan, measured=measured, ladder=rows)
                 yield plan_chosen(plan, measured.peak_bytes)
                 return
             reserve = self._corrected(plan, measured, reserve)
-            what = "ran out of memory" if measured.out_of_memory else f"used {format_size(measured.peak_bytes)}"
             yield Notice(
                 level="warning",
-                text=f"micro-batch {plan.micro_batch} {what}; {format_size(plan.predicted_peak_bytes)} were predicted, the budget is "
-                f"{format_size(self.budget.total_bytes)}. Planning again with {format_size(reserve)} in reserve (size {attempt} of "
-                f"{MAX_PROBES} at most).",
+                text=f"micro-batch {plan.micro_batch} {measured.what_happened()}; {format_size(plan.predicted_peak_bytes)} were predicted, "
+                f"the budget is {format_size(self.budget.total_bytes)}. Planning again with {format_size(reserve)} in reserve "
+                f"(size {attempt} of {MAX_PROBES} at most).",
             )
         assert measured is not None
         raise DoesNotFit(
@@ -142,6 +159,33 @@ class Finder:
             budget_bytes=self.budget.total_bytes,
             largest_part=max(plan.parts.items(), key=lambda part: part[1]),
         )
+
+    def _probed(
+        self, planner: Planner, candidate: Candidate, plan: CheckpointPlan
+    ) -> Generator[Event, None, tuple[CheckpointPlan, MeasuredPeak]]:
+        """Runs the plan; where training fits and evaluation does not, with half as many images in evaluation, and again."""
+        while True:
+            self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
+            measured = self.probe(plan)
+            self.stop.raise_if_requested("stopped while looking for the batch; nothing was trained")
+            if not measured.trained or measured.fits(self.most_bytes):
+                return plan, measured
+            budget = format_size(self.budget.total_bytes)
+            if plan.eval_batch == 1:
+                if not measured.out_of_memory:  # one image beside what training left in the allocator's cache: training has to leave less
+                    return plan, measured
+                raise DoesNotFit(
+                    f"Evaluation does not fit: with a single image it {measured.what_happened()}, and the budget is {budget}; training at "
+                    f"micro-batch {plan.micro_batch} fits. Raise memory.budget, or lower model.image_size.",
+                    need_bytes=measured.peak_bytes,
+                    budget_bytes=self.budget.total_bytes,
+                    largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+                )
+            self.eval_batch = plan.eval_batch // 2
+            text = f"evaluation of {plan.eval_batch} images {measured.what_happened()}, and the budget is {budget}: {self.eval_batch} at "
+            yield Notice(level="warning", text=f"{text}once from here on; micro-batch {plan.micro_batch} of training fits and stays")
+            planner = self.planner(self.limits, planner.setting.reserve_bytes)
+            plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), plan.why)
 
     def planner(self, limits: Limits, reserve: int) -> Planner:
         """The search with what is known so far."""
@@ -159,14 +203,18 @@ class Finder:
         return with_eval_batch(planner, candidate)
 
     def _corrected(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int) -> int:
-        if measured.out_of_memory:  # how much was missing is not known: go a tenth below what this plan was to need
-            free = self.budget.total_bytes - (plan.predicted_peak_bytes - reserve) * 9 // 10
-            return max(reserve, free)
-        above = measured.peak_bytes - (plan.predicted_peak_bytes - reserve)
-        return max(reserve, int(above * _SAFETY) + self.budget.reserve_bytes // 4)
+        need = plan.predicted_peak_bytes - reserve
+        found = reserve
+        if measured.out_of_memory or measured.num_retries:
+            # How much was missing is not known: go a tenth below what this plan was to need above the baseline, which no plan changes.
+            base = self.budget.baseline_bytes
+            found = max(found, self.budget.total_bytes - base - (need - base) * 9 // 10)
+        if not measured.out_of_memory:
+            found = max(found, int((measured.peak_bytes - need) * _SAFETY) + self.budget.reserve_bytes // 4)
+        return found
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
-        """Run the plan for two training steps and one evaluation step; leaves no trace.
+        """Run the plan for two training steps and, where they fit, one evaluation step; leaves no trace.
 
         A size that runs out of memory is an answer, not an error: the exception is left before memory is given back, since its
         traceback holds tensors.
@@ -174,20 +222,24 @@ class Finder:
         meter = PeakMeter(self.step.device)
         counter = StorageCounter() if self.step.device.type == "cpu" else None
         failure: str | None = None
-        seconds = 0.0
+        seconds, trained = 0.0, False
         with self._no_trace() as copies:
             meter.start()
             try:
                 handle = apply_plan(self.step.model, plan)
                 try:
-                    seconds = self._run(plan, counter)
+                    seconds = self._train(plan, counter)
+                    trained = meter.peak_bytes() - copies <= self.most_bytes and not meter.num_retries()
+                    if trained:
+                        with eval_mode(self.step.model):
+                            self.step.predict(self._images(plan.eval_batch))
                 finally:
                     handle.remove()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = str(error)
-            peak = meter.peak_bytes() - copies
+            peak, retries = meter.peak_bytes() - copies, meter.num_retries()
         release()
         return MeasuredPeak(
             peak_bytes=peak,
@@ -195,9 +247,11 @@ class Finder:
             counted_bytes=counter.peak_bytes if counter else 0,
             images_per_second=0.0 if failure else plan.micro_batch / max(seconds, 1e-9),
             out_of_memory=failure is not None,
+            num_retries=retries,
+            trained=trained,
         )
 
-    def _run(self, plan: CheckpointPlan, counter: StorageCounter | None) -> float:
+    def _train(self, plan: CheckpointPlan, counter: StorageCounter | None) -> float:
         """Seconds of the second step's last micro-batch."""
         passes = min(2, plan.accumulation)
         if counter is not None:
@@ -210,8 +264,6 @@ class Finder:
         finally:
             if counter is not None:
                 counter.__exit__(None, None, None)
-        with eval_mode(self.step.model):
-            self.step.predict(self._images(plan.eval_batch))
         return seconds
 
     def _train_step(self, plan: CheckpointPlan, passes: int) -> float:
@@ -281,72 +333,6 @@ def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanCh
     )
 
 
-def with_eval_batch(planner: Planner, candidate: Candidate) -> Planner:
-    """The planner with the largest evaluation batch, up to EVAL_IMAGES, that does not raise the candidate's peak."""
-    best = 1
-    for count in range(2, EVAL_IMAGES + 1):
-        trial = Planner(planner.profile, planner.budget_bytes, replace(planner.setting, eval_batch=count), planner.limits)
-        if trial.score(candidate.segments, candidate.micro_batch).peak.total_bytes > candidate.peak.total_bytes:
-            break
-        best = count
-    return Planner(planner.profile, planner.budget_bytes, replace(planner.setting, eval_batch=best), planner.limits)
-
-
-def explain(planner: Planner, candidate: Candidate) -> str:
-    """Why this plan, in one sentence with numbers."""
-    limits, largest = planner.limits, planner.largest() if planner.limits.micro_batch is None else candidate.micro_batch
-    share = candidate.recompute_fraction(planner.profile)
-    if candidate.recomputed_flops:
-        stored = planner.largest_of(store_all(planner.profile))
-        cost = f"{share:.1%} of a step's FLOPs are done twice, since with everything stored {stored or 'not one'} would fit"
-    else:
-        cost = "nothing is recomputed"
-    if limits.micro_batch is not None:
-        return f"memory.micro_batch {limits.micro_batch} was given; {cost}"
-    if limits.batch is None:
-        return f"micro-batch {candidate.micro_batch} is the largest that fits; {cost}"
-    if largest >= limits.batch:
-        return f"the whole batch of {limits.batch} fits at once; {cost}"
-    passes = -(-limits.batch // candidate.micro_batch)
-    even = "" if candidate.micro_batch == largest else f", or {candidate.micro_batch} at a time"
-    return f"of {limits.batch} images {largest} fit at once; that takes {passes} passes{even}; {cost}"
-
-
-def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) -> tuple[LadderRow, ...]:
-    """The ladder as events: spacing off, smaller and smaller, the best mix, and the chosen plan last.
-
-    A spacing that gives the same numbers as the one before it (stages shorter than it) is left out.
-    """
-    wanted = planner.limits.micro_batch or planner.limits.batch
-    rows: list[LadderRow] = []
-    others = [rung for rung in rungs if rung.candidate != chosen]
-    for rung in others:
-        fits = rung.candidate.micro_batch if rung.fits else 0
-        if not rung.fits:
-            verdict = "too large"
-        elif wanted is not None and fits < wanted:
-            verdict = f"fits {fits} of {wanted}"
-        else:
-            verdict = "fits"
-        row = _row(planner, len(rows), rung.spacing, rung.candidate, fits, verdict)
-        if not rows or replace(row, rung=0, spacing="") != replace(rows[-1], rung=0, spacing=""):
-            rows.append(row)
-    name = next((rung.spacing for rung in rungs if rung.candidate == chosen), "mixed")
-    rows.append(_row(planner, len(rows), name, chosen, chosen.micro_batch, "chosen"))
-    return tuple(rows)
-
-
-def _row(planner: Planner, number: int, spacing: str, candidate: Candidate, fits: int, verdict: str) -> LadderRow:
-    return LadderRow(
-        rung=number,
-        spacing=spacing,
-        micro_batch=fits,
-        predicted_peak_bytes=candidate.peak.total_bytes,
-        recompute_fraction=round(candidate.recompute_fraction(planner.profile), 4),
-        verdict=verdict,
-    )
-
-
 def measured_rows(rows: tuple[LadderRow, ...], planner: Planner, measured: MeasuredPeak) -> tuple[LadderRow, ...]:
     """The rows with the measured peak at the chosen one, and images per second: measured there, by FLOPs elsewhere."""
     work = 1 + rows[-1].recompute_fraction
@@ -356,19 +342,3 @@ def measured_rows(rows: tuple[LadderRow, ...], planner: Planner, measured: Measu
         peak = measured.peak_bytes if row is rows[-1] else None
         done.append(replace(row, images_per_second=rate if row.micro_batch else None, measured_peak_bytes=peak))
     return tuple(done)
-
-
-def refusal(profile: MemoryProfile, answer: NoPlan, limits: Limits, remedies: tuple[str, ...]) -> DoesNotFit:
-    """The error that nothing fits, with the need, the largest part and the ways out."""
-    part, part_bytes = answer.largest_part
-    pinned = "" if limits.spacing == "auto" else f" with memory.spacing {limits.spacing}"
-    advice = "; ".join(remedies) or "raise memory.budget"
-    return DoesNotFit(
-        f"Micro-batch {answer.micro_batch} of {profile.model} at {profile.image_size[0]}x{profile.image_size[1]} px does not fit{pinned}: "
-        f"predicted peak {format_size(answer.need_bytes)}, budget {format_size(answer.budget_bytes)}, at the tightest plan. "
-        f"Largest part: {part}, {format_size(part_bytes)}. Ways out: {advice}.",
-        need_bytes=answer.need_bytes,
-        budget_bytes=answer.budget_bytes,
-        largest_part=answer.largest_part,
-        remedies=remedies,
-    )

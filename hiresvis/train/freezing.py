@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hiresvis.backbone.build import coarse_layers
+from hiresvis.backbone.trace import fake_copy
 from hiresvis.errors import Problem, RecipeError
 
 Freeze = Literal["none", "stem"] | int
@@ -70,6 +72,32 @@ def freeze_norm(model: nn.Module) -> tuple[str, ...]:
     for name in names:
         model.get_submodule(name).eval()
     return names
+
+
+def needs_two_images(model: nn.Module, image_size: tuple[int, int], in_chans: int) -> bool:
+    """Whether a BatchNorm in train mode sees a single value per channel and image: of one image it then has no variance, and raises.
+
+    It is so after a global pooling (in the attention or the head of some networks), and where the image is as small as the stride.
+    A forward on fake tensors tells; the model is not changed.
+
+    Args:
+        model: in the mode it is trained in.
+        image_size: (height, width) in px.
+    """
+    mode, fake = fake_copy(model)
+    seen = []
+
+    def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if module.training:
+            batch, channels = args[0].shape[:2]
+            seen.append(args[0].numel() // (batch * channels))
+
+    for module in fake.modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(see)
+    with mode, torch.no_grad():
+        fake(torch.zeros(2, in_chans, *image_size))
+    return 1 in seen
 
 
 def classifier_parameters(model: nn.Module) -> tuple[str, ...]:

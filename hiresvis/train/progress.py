@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RunLimits:
     """When to stop and when to save.
 
     Attributes:
@@ -37,7 +36,6 @@ class Progress:
         seconds: of this epoch's steps.
         best_value, best_epoch: of the weights in best.safetensors; None and 0 while there are none.
         total_seconds: of all earlier starts up to their last snapshot.
-        history: one row per finished epoch.
     """
 
     metric: str
@@ -54,7 +52,6 @@ class Progress:
     num_non_finite: int = 0
     non_finite_in_a_row: int = 0
     total_seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def global_step(self) -> int:

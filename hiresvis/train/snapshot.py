@@ -63,7 +63,8 @@ def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping
         for leftover in (temporary, tensor_path):
             with suppress(OSError):
                 leftover.unlink(missing_ok=True)
-        raise EnvironmentFailed(_disk_message("snapshot", folder, error, "the previous snapshot is kept")) from error
+        kept = "the previous snapshot is kept" if (folder / _STATE).is_file() else "there is no earlier one"
+        raise EnvironmentFailed(_disk_message("snapshot", folder, error, kept)) from error
     for path in folder.glob("tensors-*.safetensors"):
         if path != tensor_path:
             with suppress(OSError):  # a leftover costs room, not the run
@@ -107,7 +108,8 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise EnvironmentFailed(_disk_message("weights", path, error, "an earlier file of this name is kept")) from error
+        kept = "an earlier file of this name is kept" if path.is_file() else "there is no earlier file of this name"
+        raise EnvironmentFailed(_disk_message("weights", path, error, kept)) from error
 
 
 def read_weights_metadata(path: Path) -> dict[str, str]:

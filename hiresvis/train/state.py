@@ -15,7 +15,7 @@ from hiresvis.errors import RunFolderError
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors named `<parameter index>/<state name>`, and the rest as JSON values."""
+    """Tensors named `<parameter index>/<state name>`, and the rest as JSON values, the optimizer's kind among them."""
     packed = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -25,7 +25,7 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
                 tensors[f"{index}/{name}"] = value
             else:
                 values.setdefault(str(index), {})[name] = value
-    return tensors, {"values": values, "param_groups": packed["param_groups"]}
+    return tensors, {"kind": type(optimizer).__name__, "values": values, "param_groups": packed["param_groups"]}
 
 
 def unpack_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], packed: Mapping[str, Any]) -> None:
@@ -35,8 +35,15 @@ def unpack_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], packed
     parameter and state (channels-last weights, say) by position.
 
     Raises:
-        RunFolderError: the optimizer holds other parameters.
+        RunFolderError: the optimizer is of another kind, or holds other parameters.
     """
+    now = type(optimizer).__name__
+    was = packed.get("kind", "AdamW" if any("betas" in group for group in packed["param_groups"]) else "SGD")
+    if was != now:
+        raise RunFolderError(
+            f"the snapshot's optimizer is {was}, this run's is {now}: optim.name was changed. "
+            "Resume with the run's own recipe, or start a new run folder."
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {int(index): dict(entry) for index, entry in packed["values"].items()}
     for key, value in tensors.items():

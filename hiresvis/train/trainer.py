@@ -32,7 +32,7 @@ from hiresvis.train.evaluate import Evaluation, evaluation_steps
 from hiresvis.train.keeper import Keeper
 from hiresvis.train.metrics import is_better
 from hiresvis.train.optim import Schedule
-from hiresvis.train.progress import Limits, Progress
+from hiresvis.train.progress import Progress, RunLimits
 from hiresvis.train.snapshot import Snapshot
 from hiresvis.train.step import StepOutcome, TrainStep
 from hiresvis.train.stop import StopRequest
@@ -83,7 +83,7 @@ class Trainer:
         val_loader: Any,
         schedule: Schedule,
         train_mode: Callable[[], None],
-        limits: Limits,
+        limits: RunLimits,
         metric: str,
         run_dir: Path,
         stop: StopRequest | None = None,
@@ -148,10 +148,10 @@ class Trainer:
                 yield from self._interrupt()
             yield from self._train_epoch()
             complete = progress.step >= progress.num_steps
-            evaluated = yield from self._evaluate(complete)
+            yield from self._evaluate(complete)
             yield from self._tried(self._keeper.save_last, progress)
             if complete:
-                yield self._close_epoch(evaluated)
+                yield self._close_epoch()
             yield from self._save()
             if not complete or (self._out_of_time() and progress.epoch <= limits.epochs):
                 reason = "max_time"
@@ -266,7 +266,7 @@ class Trainer:
                 "None of them was applied: the last snapshot, where there is one, can be resumed."
             )
 
-    def _evaluate(self, complete: bool) -> Generator[Event, None, Evaluated]:
+    def _evaluate(self, complete: bool) -> Iterator[Event]:
         """Evaluates, keeps the weights when they are the best. An epoch cut short does not count against early stopping."""
         progress = self.progress
         steps = evaluation_steps(self._step, self._val_loader, name_of=self._val_name_of)
@@ -293,7 +293,7 @@ class Trainer:
             self.best_evaluation = evaluation
         if complete:
             progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
-        evaluated = Evaluated(
+        yield Evaluated(
             time=self._wall_clock(),
             epoch=progress.epoch,
             split="val",
@@ -305,14 +305,10 @@ class Trainer:
             best_value=math.nan if progress.best_value is None else progress.best_value,
             best_epoch=progress.best_epoch,
         )
-        yield evaluated
-        return evaluated
 
-    def _close_epoch(self, evaluated: Evaluated) -> EpochDone:
+    def _close_epoch(self) -> EpochDone:
         progress = self.progress
         lr = self._schedule.at(progress.global_step - 1)
-        row = {"epoch": progress.epoch, "train_loss": progress.train_loss, "val_loss": evaluated.loss, progress.metric: evaluated.value}
-        progress.history.append(row)
         done = EpochDone(
             time=self._wall_clock(),
             epoch=progress.epoch,

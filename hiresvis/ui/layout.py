@@ -148,7 +148,8 @@ def _finding_lines(state: RunState, width: int, glyphs: Glyphs) -> list[Line]:
         return [join(items, width, glyphs, gap=2)]
     lines = [_header(state, width, glyphs, "finding the batch" if finding else "preparing")]
     if finding and state.started:
-        goal = f"largest micro-batch, up to {state.started.batch}, with a peak under {format_size(state.started.budget_bytes)}"
+        wanted = f", up to {state.started.batch}," if state.started.batch else ""
+        goal = f"largest micro-batch{wanted} with a peak under {format_size(state.started.budget_bytes)}"
         lines.append(crop([("plan  ", LABEL), (goal, VALUE)], width, glyphs))
     return lines + (ladder_lines(state, width, glyphs) if finding else [])
 

@@ -100,7 +100,7 @@ class PlainView(View):
             "train_images": event.num_train,
             "val_images": event.num_val,
             "epochs": event.epochs,
-            "batch": event.batch,
+            "batch": event.batch or "auto",
             "device": event.device,
             "budget": _size(event.budget_bytes),
             "capacity": _size(event.capacity_bytes),

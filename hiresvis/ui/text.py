@@ -230,6 +230,15 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Files by extension.
+
+    >>> counts_text({".txt": 1, ".gif": 2})
+    '2 .gif, 1 .txt'
+    """
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
 def plan_text(plan: PlanChosen, dot: str) -> tuple[str, str]:
     """The plan's batch and its stages."""
     batch = f"micro {plan.micro_batch} x accum {plan.accumulation} = {plan.batch}"
@@ -330,6 +339,8 @@ def final_lines(state: RunState, event: RunFinished) -> list[tuple[str, str]]:
     lines += [("peak" if i == 0 else "", text) for i, text in enumerate(peak_lines(state, event))]
     files = "no file" if not event.num_skipped else "1 file" if event.num_skipped == 1 else f"{event.num_skipped} files"
     lines.append(("skipped", f"{files}{' that could not be read: see train.log' if event.num_skipped else ''}"))
+    if event.passed_over:
+        lines.append(("", f"passed over by extension: {counts_text(event.passed_over)}"))
     return lines
 
 

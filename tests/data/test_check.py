@@ -67,7 +67,7 @@ def test_every_bad_file_is_reported_with_its_row(tmp_path: Path, save_image: Cal
     names = ["good.png", "large.png", "empty.png", "text.jpg", "folder.jpg", "link.jpg"]
     for split in ("train", "val"):
         (tmp_path / f"{split}.csv").write_text(
-            "path,label\n" + "".join(f"{name},x\n" for name in (names if split == "train" else names[:1]))
+            "path,label\n" + "".join(f"{name},{'xy'[name == 'large.png']}\n" for name in (names if split == "train" else names[:1]))
         )
     report = check_datasets(load_datasets(tmp_path / "train.csv", tmp_path / "val.csv"), max_pixels=100_000)
     assert [problem.place for problem in report.errors] == [f"train.csv:{line}" for line in range(3, 8)]

@@ -82,6 +82,22 @@ class TestOrder:
         assert [item.batch_index for item in items] == [0, 0, 1, 1, 2]
         assert sorted(index for item in items for index in item.indices) == list(range(11))
 
+    @pytest.mark.parametrize(("batch", "micro_batch", "parts"), [(5, 5, [5, 3, 3]), (5, 3, [3, 2, 3, 3]), (10, 4, [3, 3, 3, 2])])
+    def test_the_last_image_is_not_left_alone(
+        self, make: Callable[..., TrainLoader], batch: int, micro_batch: int, parts: list[int]
+    ) -> None:
+        """least 2: where one image would be left for the last batch, the last two share theirs; no part has more than micro_batch, the
+        number of batches and the order of the images stay, and so does a batch that is taken up on resume."""
+        loader, plain = (make(batch=batch, micro_batch=micro_batch, least=least) for least in (2, 1))
+        items = epochs(loader, 3)
+        assert [len(item.indices) for item in items] == parts
+        assert len(loader) == len(plain) == items[-1].batch_index + 1
+        assert [index for item in items for index in item.indices] == [index for item in epochs(plain, 3) for index in item.indices]
+        last = [item for item in items if item.batch_index == len(loader) - 1]
+        assert {item.batch_images for item in last} == {sum(len(item.indices) for item in last)}
+        loader.set_epoch(3, first_batch=len(loader) - 1)
+        assert same(last, list(loader))
+
     def test_items_hold_bytes_and_their_own_labels(self, make: Callable[..., TrainLoader], samples: tuple[Sample, ...]) -> None:
         """(b, h, w, c) uint8 and int64 targets, in step with the indices."""
         for item in make():
@@ -211,6 +227,38 @@ class TestBadImages:
                 assert {item.batch_images for item in parts} == {sum(len(item.indices) for item in parts)}
                 assert [item.closes_batch for item in parts] == [False] * (len(parts) - 1) + [True]
         assert [path for path, _ in loader.skipped] == [str(damaged[4].path)]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_part_that_skipping_leaves_with_one_image_is_cut_anew(
+        self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...], workers: int
+    ) -> None:
+        """least 2: no part has one image, the same images come in the same order, bit for bit."""
+        options = {"bad_images": "skip", "workers": workers}
+        loader, plain = make(damaged, least=2, **options), make(damaged, **options)
+        alone = 0
+        for epoch in range(6):
+            found, other = epochs(loader, epoch), epochs(plain, epoch)
+            alone += sum(len(item.indices) == 1 for item in other)
+            assert all(len(item.indices) > 1 for item in found)
+            for number in range(len(loader)):
+                parts, before = ([item for item in items if item.batch_index == number] for items in (found, other))
+                assert [index for item in parts for index in item.indices] == [index for item in before for index in item.indices]
+                assert torch.equal(torch.cat([item.images for item in parts]), torch.cat([item.images for item in before]))
+                assert torch.equal(torch.cat([item.targets for item in parts]), torch.cat([item.targets for item in before]))
+                assert {item.batch_images for item in parts} == {sum(len(item.indices) for item in parts)}
+                assert [item.closes_batch for item in parts] == [False] * (len(parts) - 1) + [True]
+        assert alone
+
+    def test_a_single_readable_image_is_left_out_where_two_are_needed(
+        self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...]
+    ) -> None:
+        """Its batch comes empty; where two cannot be had (micro_batch 1), it is kept."""
+        items = list(make(damaged[3:5], bad_images="skip", batch=2, micro_batch=2, least=2))
+        assert [(item.indices, item.batch_images, item.closes_batch, tuple(item.images.shape)) for item in items] == [
+            ((), 0, True, (0, *SIZE, 3))
+        ]
+        (item,) = make(damaged[3:5], bad_images="skip", batch=2, micro_batch=1, least=2)
+        assert (item.indices, item.batch_images) == ((0,), 1)
 
     def test_batch_without_a_readable_image_comes_empty(self, make: Callable[..., TrainLoader], damaged: tuple[Sample, ...]) -> None:
         """Batches keep their numbers: one empty item closes it."""

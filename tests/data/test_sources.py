@@ -45,17 +45,22 @@ class TestClasses:
 
     def test_unseen_drop_leaves_these_images_out_and_says_so(self, make_folders: Callable[..., Path]) -> None:
         """`unseen: drop` keeps the rest of val and reports the number."""
-        found = load_datasets(make_folders("train", {"a": 2}), make_folders("val", {"a": 1, "z": 2}), unseen="drop")
+        found = load_datasets(make_folders("train", {"a": 2, "b": 1}), make_folders("val", {"a": 1, "z": 2}), unseen="drop")
         assert [sample.path.parent.name for sample in found.val.samples] == ["a"]
         assert any("2 images dropped" in finding.message for finding in found.findings)
 
     def test_every_split_with_unknown_labels_is_named_at_once(self, make_folders: Callable[..., Path]) -> None:
         """val and test are both wrong: one error holds both, with the near name as a suggestion."""
-        train = make_folders("train", {"scratch": 1})
+        train = make_folders("train", {"scratch": 1, "good": 1})
         with pytest.raises(DataError) as caught:
             load_datasets(train, make_folders("val", {"Scratch": 1}), make_folders("test", {"hole": 1}))
         assert [problem.key for problem in caught.value.problems] == ["data.val", "data.test"]
         assert "did you mean 'scratch'?" in caught.value.problems[0].message
+
+    def test_a_single_class_is_an_error(self, make_folders: Callable[..., Path]) -> None:
+        """Nothing can be told apart, and the metrics need two classes: said before anything is trained."""
+        with pytest.raises(DataError, match=r"train   data\.train  'a' is the only class; a classifier needs two"):
+            load_datasets(make_folders("train", {"a": 3}), 0.5)
 
     def test_given_order_of_classes_is_kept(self, make_folders: Callable[..., Path]) -> None:
         """A list of classes sets the label numbers, whatever the alphabet says."""
@@ -140,6 +145,13 @@ class TestFolders:
         root = make_folders("train", {"a": 1})
         with pytest.raises(DataError, match=r"trian  does not exist; did you mean .*train"):
             load_datasets(root.with_name("trian"), 0.5)
+
+    def test_every_source_that_cannot_be_read_is_named_at_once(self, tmp_path: Path) -> None:
+        """train and test are both missing: one error for both."""
+        (tmp_path / "val").mkdir()
+        with pytest.raises(DataError) as caught:
+            load_datasets(tmp_path / "train", tmp_path / "val", tmp_path / "test")
+        assert [Path(problem.place).name for problem in caught.value.problems] == ["train", "val", "test"]
 
 
 class TestFraction:
@@ -230,6 +242,22 @@ class TestManifest:
         assert "(NaN)" in found["train.csv:5"]
         assert "listed before, at train.csv:2 with label 'a'" in found["train.csv:6"]
         assert "1 fields where the header has 2" in found["train.csv:7"]
+
+    @pytest.mark.parametrize("again", ["{root}/images/1.png", "linked/1.png", "{root}/linked/../images/1.png", "images//1.png"])
+    def test_an_image_listed_twice_is_found_however_it_is_written(self, tmp_path: Path, again: str) -> None:
+        """Relative, absolute, or through a linked folder: it is one file, and the first row is named."""
+        empty_files(tmp_path, ["images/1.png", "images/2.png"])
+        (tmp_path / "linked").symlink_to(tmp_path / "images")
+        text = f"path,label\nimages/1.png,a\nimages/2.png,b\n{again.format(root=tmp_path)},a\n"
+        with pytest.raises(DataError, match=r"^train\.csv:4  .*1\.png is listed before, at train\.csv:2; keep one row an image$"):
+            load_datasets(write_table(tmp_path / "train.csv", text), 0.5)
+
+    def test_another_encoding_is_told_with_its_line(self, tmp_path: Path) -> None:
+        """The line of the table, however far into the file, and not a byte of a block."""
+        rows = b"".join(b"%d.png,a\n" % index for index in range(2000))
+        (tmp_path / "t.csv").write_bytes(b"path,label\n" + rows + b"na\xefve.png,b\n")
+        with pytest.raises(DataError, match=r"^t\.csv:2002  byte 0xef is not UTF-8; save the file as UTF-8$"):
+            load_datasets(tmp_path / "t.csv", 0.5)
 
     def test_long_lists_of_problems_end_with_the_count_of_the_rest(self, tmp_path: Path) -> None:
         """100 missing files: twenty lines and one that counts."""

@@ -130,6 +130,99 @@ def test_check_says_that_all_is_well(workshop):
     assert (found["errors"], found["splits"]["val"]["classes"]) == ([], {"blue": 4, "red": 5})
 
 
+def test_check_finds_independent_errors_at_once(workshop):
+    """The model, its freezing, the augmentation, the warm-up, the budget and a path: six lines, and the recipe's exit code."""
+    wrong = ("model.name=test_resent", "data.augment=[{name: Nonsense}]", "memory.budget=999TiB", "data.test=nowhere")
+    done = workshop("check", workshop.recipe, *wrong)
+    assert done.code == 2
+    for said in ("model.name  timm has no model", "data.augment[0]  ", "memory.budget  999.0 TiB is above the ", "nowhere  does not exist"):
+        assert said in done.out, done.out
+    assert done.out.endswith("4 errors, 0 warnings\n")
+    done = workshop("check", workshop.recipe, "model.freeze=99", "optim.warmup=500", "model.pretrained=no/such.pth")
+    assert done.code == 2
+    for said in ("model.freeze  99 stages to freeze", "optim.warmup  warmup 500 is 500 steps", "no/such.pth"):
+        assert said in done.out, done.out
+    assert done.out.endswith("3 errors, 0 warnings\n")
+
+
+def test_check_refuses_a_spacing_for_a_stage_that_the_model_lacks(workshop):
+    """As fit does."""
+    done = workshop("check", workshop.recipe, "memory.spacing={foo: 1}")
+    assert done.code == 2
+    assert "memory.spacing  test_resnet has no stage foo; it has " in done.out
+    assert workshop("check", workshop.recipe, "memory.spacing={stage0: 1}").code == 0
+
+
+def test_weights_that_cannot_be_had_hide_no_finding_of_the_data(open_workshop, draw, tmp_path):
+    """A missing package ends check with 6 where it is alone, and with 3 beside a file that cannot be read; both are told."""
+    data = draw(tmp_path / "data", {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 2}})
+    work = open_workshop(data)
+    missing = "model.pretrained=package:no_such_package"
+    done = work("check", work.recipe, *CHECKED, missing)
+    assert done.code == 6
+    assert "package no_such_package is not installed" in done.out
+    (data / "train" / "a" / "000.png").write_bytes(b"")
+    done = work("check", work.recipe, *CHECKED, missing)
+    assert done.code == 3
+    assert "package no_such_package is not installed" in done.out
+    assert "000.png  is empty" in done.out
+
+
+@pytest.mark.parametrize("command", ["fit", "check"])
+def test_a_single_class_ends_with_3_before_training(open_workshop, draw, tmp_path, command):
+    """A classifier needs two."""
+    work = open_workshop(draw(tmp_path / "data", {"train": {"a": 3}, "val": {"a": 2}}))
+    done = work(command, work.recipe, *CHECKED)
+    assert done.code == 3
+    assert "'a' is the only class; a classifier needs two" in done.out + done.err
+
+
+def test_a_budget_above_the_machine_is_the_recipes_error_and_told_first(workshop):
+    """Exit 2, placed, before the data is looked at; a plan for such a machine is made all the same."""
+    done = workshop.fit("memory.budget=999TiB", "data.train=nowhere", ok=False)
+    assert done.code == 2
+    assert re.match(r"override 2 \(memory\.budget=999TiB\) +memory\.budget  999\.0 TiB is above the .* that the cpu device has", done.err)
+    assert workshop("plan", workshop.recipe, "memory.budget=999TiB").code == 0
+
+
+def test_a_warmup_longer_than_the_run_is_told_before_anything_is_built(workshop):
+    """The batch is given, so the number of steps is known."""
+    done = workshop.fit("optim.warmup=500", "model.name=no_such_model", ok=False)
+    assert done.code == 2
+    assert "warmup 500 is 500 steps, not between 0 and the run's 6 steps" in done.err
+
+
+def test_predict_names_every_image_that_cannot_be_read_before_it_begins(trained, tmp_path):
+    """Headers are looked at first, so nothing is computed in vain."""
+    images = tmp_path / "images"
+    shutil.copytree(trained.data / "test", images)
+    first, second, *_ = sorted(images.rglob("*.png")) or sorted(images.rglob("*.jpg"))
+    first.write_bytes(b"")
+    second.write_text("no image")
+    done = trained("predict", trained.path(""), images, "--out", tmp_path / "out.csv")
+    assert done.code == 3
+    assert f"{first}  is empty" in done.err
+    assert str(second) in done.err
+    assert list(tmp_path.glob("out.csv*")) == []
+
+
+def test_predict_keeps_the_rows_before_an_image_that_only_decoding_shows_to_be_bad(trained, tmp_path):
+    """Its own batch's included; the message says where they are."""
+    images = tmp_path / "images"
+    images.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(5):
+        Image.fromarray(rng.integers(0, 256, (90, 90, 3), dtype=np.uint8)).save(images / f"{number}.png")
+    victim = images / "3.png"
+    victim.write_bytes(victim.read_bytes()[:-5000])
+    done = trained("predict", trained.path(""), images, "--out", tmp_path / "out.csv")
+    assert done.code == 3
+    assert str(victim) in done.err
+    assert f"{tmp_path / 'out.csv.partial'} keeps the rows that were done" in done.err
+    rows = (tmp_path / "out.csv.partial").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == [str(images / f"{number}.png") for number in range(3)]
+
+
 def test_classes_come_from_train_alone(open_workshop, draw, tmp_path):
     """val lacks the first class: its labels keep their numbers, and evaluation counts them right."""
     data = draw(tmp_path / "data", {"train": {"a": 3, "b": 3, "c": 3}, "val": {"b": 2, "c": 2}})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +111,8 @@ def test_the_resolved_recipe_loads_again_with_nothing_left_to_find(trained):
     again = load_recipe(path)
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"^ *(\w+): auto\b", text, flags=re.MULTILINE) == ["drop_path", "spacing", "ui"]
-    assert Resolution(again).unresolved == ("model.drop_path", "memory.spacing")
+    unresolved = [entry.key for entry in Resolution(again).entries if entry.value == "auto" and entry.origin != "auto"]
+    assert unresolved == ["model.drop_path", "memory.spacing", "log.ui"]
     keyed = [line for line in text.splitlines() if re.match(r" *\w+: \S", line)]
     assert all(re.search(r"  # (given|default|auto: \S.*)$", line) for line in keyed)
     assert again.recipe.data.classes == ("defect", "ok")
@@ -335,6 +338,76 @@ def test_the_probe_runs_all_that_training_will_run(workshop, monkeypatch):
     assert calls[-1] == ("predict", 5)
 
 
+SINGLE_PIXEL = ("model.image_size=32", "train.batch=5", "train.epochs=1")  # of 16 images one is left, and the last BatchNorm sees 1x1
+
+
+def test_an_image_left_over_is_not_trained_alone(workshop):
+    """Where batch statistics are taken, the last two batches share their images; a run stopped between them resumes to the same bits."""
+    workshop.fit(*SINGLE_PIXEL, name="through")
+    assert [row["num_images"] for row in workshop.events("step_done", "through")] == [5, 5, 3, 3]
+    workshop.fit(*SINGLE_PIXEL, "train.max_time=0.001s", name="parts")
+    for _ in range(3):
+        workshop.fit(*SINGLE_PIXEL, "train.max_time=0.001s", "--resume", name="parts")
+    steps = workshop.events("step_done", "parts")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["loss"] for row in steps] == [row["loss"] for row in workshop.events("step_done", "through")]
+    last = "weights/last.safetensors"
+    assert_same_weights(workshop.path(last, "through"), workshop.path(last, "parts"))
+
+
+def test_frozen_statistics_leave_the_batches_as_they_are(workshop):
+    """Then a single image can be trained, and is."""
+    workshop.fit(*SINGLE_PIXEL, "model.norm=frozen")
+    assert [row["num_images"] for row in workshop.events("step_done")] == [5, 5, 5, 1]
+
+
+@pytest.mark.parametrize("setting", [("memory.micro_batch=1",), ("memory.micro_batch=2",), ("train.batch=1",)])
+def test_micro_batches_of_one_image_are_refused_where_they_cannot_be_trained(workshop, setting):
+    """Batch statistics of one value: exit 4 before a step runs, with the ways out, and the same plan is taken with frozen ones."""
+    size = ("model.image_size=32", *(() if "train.batch=1" in setting else ("train.batch=5",)), *setting)
+    done = workshop.fit(*size, ok=False)
+    assert done.code == 4, done.err
+    assert "takes batch statistics of a map of a single pixel" in done.err
+    assert "model.norm frozen" in done.err
+    assert not workshop.path("").exists()
+    assert workshop("fit", workshop.recipe, *size, "model.norm=frozen", "--dry-run").code == 0
+
+
+def test_a_larger_map_is_trained_one_image_at_a_time(workshop):
+    """There are values enough for statistics then; that they are noise is said, not refused."""
+    done = workshop("fit", workshop.recipe, "memory.micro_batch=1", "--dry-run")
+    assert done.code == 0, done.err
+    assert "BatchNorm takes its statistics from micro-batches of 1; below 8 they are noise" in done.err
+
+
+def test_a_given_evaluation_batch_that_does_not_fit_is_lowered_and_said(workshop, monkeypatch):
+    """The training plan stays; plan.json, the resolved recipe and a line have the number that ran."""
+    real = TrainStep.predict
+
+    def predict(step, images):
+        if len(images) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(step, images)
+
+    monkeypatch.setattr(TrainStep, "predict", predict)
+    workshop.fit("train.eval_batch=9", "train.epochs=1")
+    plan = workshop.read("plan.json")
+    assert (plan["eval_batch"], plan["micro_batch"], plan["recompute_fraction"]) == (4, 6, 0)
+    assert "  eval_batch: 4  # auto: 9 were given, and so many did not fit\n" in workshop.path("recipe.resolved.yaml").read_text()
+    (told,) = [row["text"] for row in workshop.events("notice") if "evaluation of" in row["text"]]
+    assert told.startswith("evaluation of 9 images ran out of memory")
+
+
+def test_batch_auto_is_told_once_it_is_known(workshop):
+    """The start of the run says auto, the plan the number."""
+    done = workshop.fit("train.batch=auto", "memory.micro_batch=8", "train.epochs=1", "--ui", "plain")
+    (started,) = workshop.events("run_started")
+    (chosen,) = workshop.events("plan_chosen")
+    assert (started["batch"], chosen["batch"]) == (None, 8)
+    assert re.search(r"^run .* batch=auto ", done.err, flags=re.MULTILINE)
+    assert "1 epochs, batch auto, on" in workshop.path("train.log").read_text()
+
+
 @pytest.mark.parametrize(("setting", "trained_part"), [("model.freeze=stem", None), ("model.adapt=head", {"fc.weight", "fc.bias"})])
 def test_frozen_parts_keep_their_bits(workshop, setting, trained_part):
     """With freeze: stem the first layers, with adapt: head everything but the classifier, batch statistics included."""
@@ -348,3 +421,40 @@ def test_frozen_parts_keep_their_bits(workshop, setting, trained_part):
         assert any(name.startswith("layer1") for name in moved)
     else:
         assert moved == trained_part
+
+
+def test_a_run_that_could_save_nothing_ends_with_6(workshop, monkeypatch):
+    """The disk filled after the start: no result is claimed, no command is offered that cannot work, and the way on works."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hiresvis.train.snapshot._write_tensors", full)
+        done = workshop.fit("train.epochs=1", ok=False)
+    assert done.code == 6
+    assert "No space left on device" in done.err
+    assert "is kept" not in done.err
+    assert "nothing else of it was saved either" in done.err
+    assert not re.search(r"^(best|next) ", done.err, flags=re.MULTILINE)
+    assert workshop.fit("train.epochs=1", "--resume").code == 0
+    workshop.path("weights/best.safetensors").unlink()
+    done = workshop.fit("train.epochs=1", "--resume", ok=False)
+    assert done.code == 6
+    command = shlex.split(done.err.splitlines()[-1].partition("train an epoch more from it: ")[2])
+    assert command[-2:] == ["train.epochs=2", "--resume"]
+    assert workshop(*command[1:]).code == 0
+
+
+def test_files_passed_over_by_extension_are_told(open_workshop, draw, tmp_path):
+    """A warning with the counts before training, and a line on the last screen."""
+    data = draw(tmp_path / "data", {"train": {"a": 4, "b": 4}, "val": {"a": 2, "b": 2}})
+    for name in ("train/a/1.gif", "train/b/2.GIF", "val/a/notes.txt"):
+        (data / name).write_bytes(b"x")
+    work = open_workshop(data)
+    done = work.fit("data.test=null", "train.epochs=1")
+    assert "warning: data.train: files passed over by extension: 2 .gif; read are .bmp" in done.err
+    assert "warning: data.val: files passed over by extension: 1 .txt" in done.err
+    assert "passed over by extension: 2 .gif, 1 .txt\n" in done.err
+    (finished,) = work.events("run_finished")
+    assert finished["passed_over"] == {".gif": 2, ".txt": 1}

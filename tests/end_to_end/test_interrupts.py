@@ -131,10 +131,20 @@ def test_ctrl_c_while_testing_at_the_end_is_heard(open_workshop, many):
     setting = (*MODEL, f"data.test={many}/val", "train.batch=2", "train.epochs=1")
     stopped = stop_at(loaded(work, *setting), "epoch_done", epoch=1)
     assert stopped.exit_code == 130
+    (told,) = work.events("run_interrupted")
+    assert (told["epoch"], told["step"]) == (1, 10)
     for _ in fit(loaded(work, *setting), resume=True):
         pass
     assert len(work.events("step_done")) == 10
     assert work.path("predictions.csv").is_file()
+
+
+def test_a_stop_after_a_run_that_ended_early_names_its_last_step(open_workshop, many):
+    """Not the recipe's last epoch, which was never reached."""
+    work = open_workshop(many)
+    stop_at(loaded(work, *MODEL, f"data.test={many}/val", "train.batch=2", "train.epochs=7", "train.max_time=0.001s"), "evaluated")
+    (told,) = work.events("run_interrupted")
+    assert (told["epoch"], told["step"]) == (1, 1)
 
 
 def test_a_stop_while_the_batch_is_sought_leaves_nothing_behind(open_workshop, many):
@@ -160,16 +170,86 @@ def test_sigterm_to_a_probing_process_ends_with_143(open_workshop, many, start):
 
 
 def test_resume_keeps_the_stored_plan(open_workshop, many):
-    """Batch and micro-batch are the run's own, whatever budget and batch the recipe names now."""
+    """Micro-batch and budget are the run's own, whatever the recipe names now; that is said, and the folder goes on telling the truth."""
     work = open_workshop(many)
-    setting = (*MODEL, "data.test=null", "train.epochs=1")
-    stop_at(loaded(work, *setting, "train.batch=4", "memory.micro_batch=2"), "step_done", step=2)
+    setting = (*MODEL, "data.test=null", "train.epochs=1", "train.batch=4")
+    stop_at(loaded(work, *setting, "memory.micro_batch=2"), "step_done", step=2)
     before = work.read("plan.json")
-    for _ in fit(loaded(work, *setting, "memory.budget=8GiB", "train.batch=8"), resume=True):
-        pass
+    said = [
+        event.text
+        for event in fit(loaded(work, *setting, "memory.budget=3GiB", "memory.micro_batch=3"), resume=True)
+        if event.kind == "notice" and "without effect" in event.text
+    ]
+    assert said == [
+        "memory.budget: 4GiB -> 3GiB: without effect, the run keeps its own plan",
+        "memory.micro_batch: 2 -> 3: without effect, the run keeps its own plan",
+    ]
     assert work.read("plan.json") == before
+    text = work.path("recipe.resolved.yaml").read_text()
+    assert "  budget: 4GiB  # auto: as the run was begun\n  micro_batch: 2  # auto: as the run was begun\n" in text
     assert {row["num_images"] for row in work.events("step_done")} == {4}
     assert [row["num_steps"] for row in work.events("step_done")] == [5] * 5
+
+
+def test_resume_tells_what_was_changed_and_writes_it_down(open_workshop, many):
+    """Epochs, learning rate and patience may change: one notice a key, and recipe.resolved.yaml describes the run as it goes on."""
+    work = open_workshop(many)
+    setting = (*MODEL, "data.test=null", "train.batch=4")
+    stop_at(loaded(work, *setting, "train.epochs=1"), "step_done", step=2)
+    first = work.path("recipe.resolved.yaml").read_text()
+    changed = ("train.epochs=2", "optim.lr=0.002", "train.early_stop=null", "data.workers=1")
+    done = work.fit(*setting, *changed, "--resume")
+    said = re.findall(r"^info: (\S+): (.*), changed since the run began$", done.err, flags=re.MULTILINE)
+    assert dict(said) == {
+        "data.workers": "0 -> 1",
+        "optim.lr": f"{re.search('lr: (.*?)  # auto', first)[1]} -> 0.002",
+        "train.epochs": "1 -> 2",
+        "train.early_stop.patience": "5 -> null",
+    }
+    resolved = load_recipe(work.path("recipe.resolved.yaml"))
+    assert (resolved.recipe.train.epochs, resolved.recipe.optim.lr, resolved.recipe.train.early_stop) == (2, 0.002, None)
+    assert "  channels: 3  # auto: colour images\n" in resolved.text
+    again = work.fit(*setting, *changed, "--resume")
+    assert "changed since" not in again.err
+    assert work.path("recipe.resolved.yaml").read_text() == resolved.text
+    assert len(work.events("step_done")) == 10
+
+
+def test_resume_refuses_what_a_run_cannot_change(open_workshop, many):
+    """Each key with its place, both values and the mend, all at once; the folder stays as it is."""
+    work = open_workshop(many)
+    setting = (*MODEL, "data.test=null", "train.epochs=1")
+    stop_at(loaded(work, *setting, "train.batch=4"), "step_done", step=2)
+    listing = sorted((path, path.stat().st_mtime_ns) for path in work.path("").rglob("*"))
+    wrong = ("train.batch=2", "optim.name=sgd", "train.seed=3", "data.augment=none", "optim.weight_decay=0.1")
+    done = work.fit(*setting, *wrong, "--resume", ok=False)
+    assert done.code == 6
+    assert done.err.startswith(f"{work.path('')}: a run cannot change this on its way; or begin another: log.dir=NEW_FOLDER\n")
+    lines = done.err.splitlines()[1:]
+    assert [line.split("  ")[1] for line in lines] == [
+        "data.augment", "optim.name", "optim.weight_decay", "train.batch", "train.seed"
+    ]  # fmt: skip
+    assert lines[3] == ("override 6 (train.batch=2)  train.batch  the run was begun with 4, and this is 2; set it back: train.batch=4")
+    assert sorted((path, path.stat().st_mtime_ns) for path in work.path("").rglob("*")) == listing
+    work.fit(*setting, "train.batch=4", "--resume")
+
+
+def test_resume_with_other_images_of_the_same_classes_is_refused(open_workshop, draw, tmp_path):
+    """As many files with other names, which no number of steps would show; moved as a whole they are the same set."""
+    data = draw(tmp_path / "data", {"train": {"blue": 4, "red": 4}, "val": {"blue": 2, "red": 2}})
+    work = open_workshop(data)
+    setting = ("data.test=null", "train.batch=2", "train.epochs=1")
+    stop_at(loaded(work, *setting), "step_done", step=2)
+    one = data / "train" / "red" / "000.png"
+    one.rename(one.with_name("other.png"))
+    done = work.fit(*setting, "--resume", ok=False)
+    assert done.code == 6
+    assert "data.train: 8 files when the run was begun, as many, with other names or classes" in done.err
+    one.with_name("other.png").rename(one)
+    moved = data.rename(tmp_path / "elsewhere")
+    done = work.fit(*setting, f"data.train={moved}/train", f"data.val={moved}/val", "--resume")
+    assert f"info: data.train: {data}/train -> {moved}/train, changed since the run began" in done.err
+    assert len(work.events("step_done")) == 4
 
 
 def test_resume_with_other_classes_is_refused_with_the_difference(open_workshop, draw, tmp_path):

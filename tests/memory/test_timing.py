@@ -31,7 +31,8 @@ def test_a_step_takes_a_forward_and_two_backwards(hand):
 
 
 @pytest.mark.parametrize(
-    ("changes", "passes"), [({"input_gradient": False}, 2), ({"parameter_gradients": 0}, 2), ({"input_gradient": False, "parameter_gradients": 0}, 1)]
+    ("changes", "passes"),
+    [({"input_gradient": False}, 2), ({"parameter_gradients": 0}, 2), ({"input_gradient": False, "parameter_gradients": 0}, 1)],
 )
 def test_frozen_parts_take_less(hand, changes, passes):
     """A unit makes only the gradients that are asked for; a frozen one runs forward alone."""
@@ -72,8 +73,8 @@ def test_a_segment_bound_by_memory_is_run_again_at_memorys_pace(hand):
 
 
 def test_kept_products_leave_the_traffic_of_the_rest(hand):
-    """With the costly outputs kept no FLOPs are left, but what is run again still reads and writes."""
-    way = hand.way(keep=(0,), passes=(), kept=hand.line(4), flops=hand.line(0), traffic=hand.line(30))
+    """With the costly outputs kept few FLOPs are left, but what is run again still reads and writes."""
+    way = hand.way(keep=(0,), passes=(), kept=hand.line(4), flops=hand.line(10), traffic=hand.line(30))
     profile = hand.profile(hand.unit(0, traffic=hand.line(40), ways=(hand.way(), way)))
     rates = Rates(flops_per_s=1e6, memory_bytes_per_s=10.0)
     segments = (Segment(0, 1, "keep", ((),), (0,)),)

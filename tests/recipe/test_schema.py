@@ -45,7 +45,9 @@ GOOD = [
     ("train.max_time", "3h45m", 13500.0),
     ("train.ema", "false", False),
     ("log.ui", "off", "off"),
-    ("log.to", "[]", ()),
+    ("log.to", "[jsonl, csv]", ("jsonl", "csv")),
+    ("memory.on_oom", "stop", "stop"),
+    ("train.on_divergence", "stop", "stop"),
 ]
 
 BAD = [
@@ -97,6 +99,11 @@ BAD = [
     ("optim.lr", "'1e-4'", '"1e-4" is text, not a number; take the quotes away'),
     ("optim.lr", "1e-4x", "1e-4x is text, not a number; give auto or a number above 0"),
     ("optim.lr", ".inf", "inf is not finite"),
+    ("optim.clip_grad", "nan", "nan is not finite; give null or a number above 0"),
+    ("optim.clip_grad", "'inf'", "inf is not finite; give null or a number above 0"),
+    ("optim.weight_decay", "1_000", "1_000 is text, not a number; write it without _"),
+    ("memory.on_oom", "replan", "replan is not there yet; today: stop"),
+    ("train.on_divergence", "rollback", "rollback is not there yet; today: stop"),
     ("optim.lr", "true", "true is true/false; give auto or a number above 0"),
     ("optim.layer_decay", "1.5", "1.5 is above 1"),
     ("optim.warmup", "120%", "120% is not below 100%"),
@@ -119,7 +126,9 @@ BAD = [
     ("log.dir", "runs/{date}", "{date} is not filled in; only {name} is"),
     ("log.dir", "'runs/}'", "} is not filled in"),
     ("log.to", "[csv, mlflow]", "mlflow is not there yet; today: csv or jsonl"),
-    ("log.to", "csv", "csv is text; give a list: [csv]"),
+    ("log.to", "csv", "csv is text; give a list: [csv, jsonl]"),
+    ("log.to", "[]", "[]: leaving out csv or jsonl is not there yet; today: [csv, jsonl]"),
+    ("log.to", "[csv]", "[csv]: leaving out jsonl is not there yet; today: [csv, jsonl]"),
     ("log.report", "yes", "yes is text in YAML 1.2; write true or false"),
 ]
 
@@ -165,6 +174,9 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
         ("memory.budget", "'22'"),
         ("model.image_size", "[1]"),
         ("log.to", "[wandb]"),
+        ("log.to", "[csv]"),
+        ("memory.on_oom", "replan"),
+        ("train.on_divergence", "rollback"),
         ("lr", "1"),
     ],
 )
@@ -197,11 +209,11 @@ data: {train: d, val: 0.15, test: null, image: path, label: label, split: null, 
   augment: standard, workers: auto, cache: auto}
 model: {name: m, pretrained: true, init_from: null, image_size: 1024, adapt: full, freeze: none, norm: auto, drop_path: auto}
 memory: {budget: auto, micro_batch: auto, spacing: auto, goal: largest, exact: close, precision: auto, channels_last: auto,
-  compile: false, on_oom: replan}
+  compile: false, on_oom: stop}
 optim: {name: adamw, lr: auto, weight_decay: 0.05, layer_decay: auto, schedule: cosine, warmup: 5%, clip_grad: 1.0, loss: auto,
   label_smoothing: 0.0, mixup: 0.0, cutmix: 0.0}
 train: {epochs: 20, batch: 16, seed: 0, deterministic: false, ema: auto, early_stop: {patience: 5}, metric: auto, resize: null,
-  max_time: null, on_divergence: rollback, keep: {best: 1, last: 1}, save_every: 10min, strategy: auto}
+  max_time: null, on_divergence: stop, keep: {best: 1, last: 1}, save_every: 10min, strategy: auto}
 log: {dir: "runs/{name}", ui: auto, to: [csv, jsonl], report: true}
 """
     assert Recipe.model_validate(yaml.safe_load(documented)) == Recipe.model_validate(MINIMAL)

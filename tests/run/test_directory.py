@@ -69,6 +69,21 @@ def test_too_little_room_is_found_before_training(tmp_path):
         RunDirectory.create(tmp_path / "a", "", need_bytes=3 * 2**30, free=lambda path: 2**20)
 
 
+def test_a_refusal_leaves_the_disk_as_it_was(tmp_path):
+    """Folders that were made for the run are gone again, and those that were there before are not."""
+
+    def refused(path):
+        with pytest.raises(RunFolderError, match="free some space"):
+            RunDirectory.create(path, "", need_bytes=2, free=lambda path: 1)
+
+    refused(tmp_path / "runs" / "deep" / "a")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    refused(tmp_path / "mine")
+    refused(tmp_path / "mine" / "a")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
 def test_only_a_run_folder_opens(tmp_path):
     """A missing folder and a folder of something else are told apart."""
     with pytest.raises(RunFolderError, match="no such folder"):

@@ -24,7 +24,7 @@ from hiresvis.errors import Interrupted
 from hiresvis.train.freezing import TrainMode
 from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.optim import build_optimizer, build_schedule
-from hiresvis.train.progress import Limits
+from hiresvis.train.progress import RunLimits
 from hiresvis.train.step import Precision, TrainStep
 from hiresvis.train.trainer import Trainer
 
@@ -114,7 +114,7 @@ def make_trainer(
     folder: Path,
     model_name: str = "test_vit",
     *,
-    limits: Limits | None = None,
+    limits: RunLimits | None = None,
     step: TrainStep | None = None,
     train_loader: Images | None = None,
     val_loader: Images | None = None,
@@ -122,7 +122,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer of three steps an epoch (batches of 8, 8 and 6 in uneven micro-batches), 9 validation images in 3 batches."""
     step = step or make_step(model_name)
-    limits = limits or Limits(epochs=2)
+    limits = limits or RunLimits(epochs=2)
     train_loader = train_loader or Images(22, batch=8, micro_batch=3)
     schedule = build_schedule(lr=1e-3, schedule="cosine", warmup=1, steps=6)
     return Trainer(
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     val_loader = Images(9, batch=3, shuffle=False)
     if options.slow:
         val_loader.delay = lambda: time.sleep(0.3)
-    trainer = make_trainer(options.folder, options.model, limits=Limits(epochs=options.epochs), val_loader=val_loader)
+    trainer = make_trainer(options.folder, options.model, limits=RunLimits(epochs=options.epochs), val_loader=val_loader)
     try:
         for event in trainer.fit():
             print(event.kind, getattr(event, "epoch", ""), getattr(event, "step", ""), flush=True)

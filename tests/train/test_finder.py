@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -11,8 +12,9 @@ import torch
 
 from hiresvis import device
 from hiresvis.backbone.trace import trace_costs
-from hiresvis.device import Budget
+from hiresvis.device import PeakMeter
 from hiresvis.errors import DoesNotFit, Interrupted
+from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.search import Limits
 from hiresvis.run.events import LadderRow, Notice, PlanChosen
@@ -80,7 +82,7 @@ def _finder(small, step: TrainStep, room_bytes: int, *, hidden_bytes: int = 0, *
     """A finder with `room_bytes` above the process's present size; `hidden_bytes` of that size are kept from the planner."""
     device.release()
     in_use = device.in_use(step.device)
-    weights = sum(device.module_bytes(step.model))
+    weights = sum(tensor.nbytes for tensor in (*step.model.parameters(), *step.model.buffers()))
     budget = Budget(
         total_bytes=in_use - weights + room_bytes,
         baseline_bytes=in_use - weights - hidden_bytes,
@@ -185,6 +187,7 @@ class _RunsOut(TrainStep):
 
     failures = 0
     eval_most = 10**9
+    eval_extra = 0
     at_apply = False
 
     def accumulate(self, images, targets, *, batch_images):
@@ -204,7 +207,10 @@ class _RunsOut(TrainStep):
     def predict(self, images):
         if len(images) > self.eval_most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return super().predict(images)
+        extra = torch.ones(len(images) * self.eval_extra, dtype=torch.uint8)
+        out = super().predict(images)
+        del extra
+        return out
 
 
 @pytest.fixture
@@ -255,16 +261,89 @@ def test_running_out_anywhere_is_seen_by_the_probe(small, runs_out: _RunsOut, pl
     """In training, in the optimizer's step or in evaluation: at most three sizes run, none is returned, and no trace is left."""
     runs_out.failures = 99 if place == "training" else 0
     runs_out.at_apply = place == "optimizer step"
-    runs_out.eval_most = 1 if place == "evaluation" else 10**9
+    runs_out.eval_most = 0 if place == "evaluation" else 10**9
     before = _everything(runs_out)
-    finder = _finder(small, runs_out, _need(small, 16) + SLACK_BYTES)
+    finder = _finder(small, runs_out, _need(small, 16) + 3 * SLACK_BYTES, limits=Limits(batch=16, micro_batch=16))
     with pytest.raises(DoesNotFit) as caught:
         list(finder.find())
     assert 1 <= len(finder.probed) <= 3
     assert all(measured.out_of_memory for _, measured in finder.probed)
     assert finder.found is None
     assert caught.value.exit_code == 4
+    assert ("Evaluation does not fit: with a single image it ran out of memory" in str(caught.value)) == (place == "evaluation")
     _assert_untouched(before, _everything(runs_out))
+
+
+def _assert_only_evaluation_gave_way(finder: _Recording, events: list) -> None:
+    """Every size that ran is the same training plan, with half as many images in evaluation each time; only the last one fits."""
+    plans = [plan for plan, _ in finder.probed]
+    assert len({(plan.segments, plan.micro_batch, plan.batch) for plan in plans}) == 1
+    assert all(later.eval_batch == plan.eval_batch // 2 for plan, later in itertools.pairwise(plans))
+    assert [measured.fits(finder.most_bytes) for _, measured in finder.probed] == [False] * (len(plans) - 1) + [True]
+    assert all(measured.trained for _, measured in finder.probed)
+    assert finder.found.plan is plans[-1]
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert len(notices) == len(plans) - 1
+    assert all(f"micro-batch {plans[0].micro_batch} of training fits and stays" in text for text in notices)
+
+
+@pytest.mark.parametrize(("eval_batch", "sizes"), [(None, [16, 8, 4]), (6, [6, 3])], ids=["auto", "given"])
+def test_evaluation_that_runs_out_lowers_its_own_batch(small, runs_out: _RunsOut, eval_batch: int | None, sizes: list[int]) -> None:
+    """Half as many images each time, chosen or given, until they fit; the training plan is as predicted, and no trace is left."""
+    runs_out.eval_most = 5
+    before = _everything(runs_out)
+    limits = Limits(batch=8, micro_batch=8)
+    finder = _finder(small, runs_out, _need(small, 8) + 3 * SLACK_BYTES, limits=limits, eval_batch=eval_batch)
+    events = list(finder.find())
+    assert [plan.eval_batch for plan, _ in finder.probed] == sizes
+    _assert_only_evaluation_gave_way(finder, events)
+    _assert_untouched(before, _everything(runs_out))
+
+
+def test_evaluation_above_the_budget_lowers_its_own_batch(small, runs_out: _RunsOut) -> None:
+    """It runs, but above the budget that training keeps: fewer images are evaluated at once."""
+    runs_out.eval_extra = 100 * MIB
+    finder = _finder(small, runs_out, _need(small, 8) + 3 * SLACK_BYTES, limits=Limits(batch=8, micro_batch=8), eval_batch=8)
+    events = list(finder.find())
+    assert 1 <= finder.found.plan.eval_batch < 8
+    assert not any(measured.out_of_memory for _, measured in finder.probed)
+    _assert_only_evaluation_gave_way(finder, events)
+
+
+def test_a_size_that_flushes_the_allocators_cache_is_too_large(small, monkeypatch) -> None:
+    """It ran within the budget, but only because the cache was given back: a smaller one is taken, and the line says why."""
+
+    class Flushing(PeakMeter):
+        started = 0
+
+        def start(self) -> None:
+            super().start()
+            Flushing.started += 1
+
+        def num_retries(self) -> int:
+            return 3 if Flushing.started == 1 else 0
+
+    monkeypatch.setattr("hiresvis.train.finder.PeakMeter", Flushing)
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES)
+    events = list(finder.find())
+    (first, measured), (last, _) = finder.probed[0], finder.probed[-1]
+    assert (measured.num_retries, measured.out_of_memory, measured.trained) == (3, False, False)
+    assert last.predicted_counted_bytes < first.predicted_counted_bytes
+    assert finder.found.plan is last
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert f"micro-batch {first.micro_batch} ran only because the allocator gave its cache back 3 times" in notices[0]
+
+
+def test_after_running_out_a_tenth_less_is_planned_above_the_baseline(small) -> None:
+    """What is in use before the first step is no plan's doing, so it is not scaled: the room for the rest is nine tenths of the need."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES)
+    planner = finder.planner(finder.limits, 0)
+    plan = planner.plan(planner.choose(), "")
+    baseline = finder.budget.baseline_bytes
+    above = plan.predicted_peak_bytes - baseline
+    assert baseline > above
+    reserve = finder._corrected(plan, MeasuredPeak(peak_bytes=0, base_bytes=0, out_of_memory=True), 0)
+    assert finder.budget.total_bytes - reserve - baseline == above * 9 // 10
 
 
 def test_nothing_fits_by_prediction(small) -> None:
@@ -316,7 +395,7 @@ def test_a_pinned_micro_batch_runs_as_it_is(small) -> None:
     finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=12, micro_batch=5))
     list(finder.find())
     assert [(plan.micro_batch, plan.accumulation) for plan, _ in finder.probed] == [(5, 3)]
-    assert "memory.micro_batch 5 was given" in finder.found.plan.why
+    assert "5 was given" in finder.found.plan.why
 
 
 def test_the_evaluation_batch_does_not_raise_the_peak(small) -> None:

@@ -9,7 +9,7 @@ from timm.layers import DropPath
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hiresvis.errors import RecipeError
-from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze, freeze_norm, train_head_only
+from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze, freeze_norm, needs_two_images, train_head_only
 
 
 def test_stem_and_first_stages_are_frozen_by_name():
@@ -94,3 +94,30 @@ def test_frozen_norm_keeps_statistics_and_trains_weights():
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert model.bn1.weight.grad is not None
     assert model.layer1.training
+
+
+@pytest.mark.parametrize(
+    ("name", "px", "needs"),
+    [
+        ("test_resnet", 32, True),
+        ("test_resnet", 64, False),
+        ("resnest14d", 64, True),  # pools to a single pixel in its attention, whatever the image
+        ("test_convnext", 32, False),
+    ],
+)
+def test_networks_that_need_two_images_are_those_that_raise_on_one(name, px, needs):
+    """What is told without computing anything is what torch does; the model, its mode and the random state stay as they are."""
+    model = timm.create_model(name, num_classes=3).train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert needs_two_images(model, (px, px), 3) == needs
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert all(module.training and not module._forward_pre_hooks for module in model.modules())
+    image = torch.zeros(1, 3, px, px)
+    if needs:
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            model(image)
+        freeze_norm(model)
+        assert not needs_two_images(model, (px, px), 3)
+    model(image)

@@ -19,12 +19,6 @@ def test_losses_are_per_sample_and_their_mean_is_torchs():
     assert losses.mean().item() == pytest.approx(F.cross_entropy(LOGITS, TARGETS, label_smoothing=0.1).item())
 
 
-def test_class_weights_scale_their_samples():
-    """A weight multiplies the loss of its class's samples and leaves the others alone."""
-    plain, weighted = CrossEntropy()(LOGITS, TARGETS), CrossEntropy(class_weights=[1.0, 1.0, 3.0])(LOGITS, TARGETS)
-    assert weighted.tolist() == pytest.approx([plain[0].item(), 3 * plain[1].item()])
-
-
 def test_smoothing_outside_its_range_is_refused():
     """1 would leave nothing of the label."""
     with pytest.raises(ValueError, match=r"label_smoothing 1.0 is not in 0 <= value < 1"):

@@ -190,6 +190,15 @@ def test_full_disk_keeps_the_previous_snapshot_and_leaves_no_debris(tmp_path, fu
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_a_full_disk_from_the_start_claims_no_earlier_files(tmp_path, full_disk):
+    """Nothing is said to be kept where there was nothing."""
+    large = {"a": torch.zeros(100_000)}
+    with pytest.raises(EnvironmentFailed, match="there is no earlier one"):
+        save_snapshot(tmp_path, tensors=large, state={})
+    with pytest.raises(EnvironmentFailed, match="there is no earlier file of this name"):
+        save_weights(tmp_path / "best.safetensors", large, metadata={})
+
+
 def test_full_disk_keeps_the_previous_weights(tmp_path, full_disk):
     """best.safetensors is whole or the earlier one."""
     path = tmp_path / "weights" / "best.safetensors"
@@ -271,6 +280,16 @@ def test_optimizer_of_other_parameters_is_refused(small):
     other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(RunFolderError, match="does not fit this run's"):
         unpack_optimizer(other, tensors, state)
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_kind_of_optimizer_is_refused_by_name(small, before, after):
+    """Both are named; a snapshot that does not say its own, as earlier ones did not, is known by its groups."""
+    names = {"adamw": "AdamW", "sgd": "SGD"}
+    tensors, state = pack_optimizer(small.make_step(optimizer=before).optimizer)
+    for packed in (state, {key: value for key, value in state.items() if key != "kind"}):
+        with pytest.raises(RunFolderError, match=rf"optimizer is {names[before]}, this run's is {names[after]}: optim\.name was changed"):
+            unpack_optimizer(small.make_step(optimizer=after).optimizer, tensors, packed)
 
 
 def test_random_states_come_back(tmp_path):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hiresvis.errors import Interrupted, RunFolderError, TrainingFailed
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted, StepDone
 from hiresvis.train.evaluate import evaluate
-from hiresvis.train.progress import Limits
+from hiresvis.train.progress import RunLimits
 from hiresvis.train.snapshot import load_snapshot, read_weights_metadata, save_weights
 from hiresvis.train.stop import StopRequest
 
@@ -117,7 +117,7 @@ def test_events_come_in_order_with_the_right_numbers(small, tmp_path):
 @pytest.mark.parametrize("model", ["test_vit", "test_resnet"])
 @pytest.mark.parametrize("num_steps", [2, 3, 4], ids=["in mid-epoch", "before the evaluation", "in the second epoch"])
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(small, tmp_path, model, num_steps):
-    """6 steps equal k steps, a stop, a new process's objects, and 6 - k steps: weights, statistics, optimizer, random state, history;
+    """6 steps equal k steps, a stop, a new process's objects, and 6 - k steps: weights, statistics, optimizer, random state;
     with dropout, drop-path and uneven accumulation, and although the loaders draw from the global generator at each start."""
     list(small.make_trainer(tmp_path / "straight", model).fit())
     _interrupted_after(small.make_trainer(tmp_path / "resumed", model), num_steps)
@@ -136,7 +136,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(small, tmp_path, m
 def test_run_extended_at_an_epoch_border_equals_the_longer_one(small, tmp_path):
     """One epoch, then one more from its snapshot, equals two."""
     list(small.make_trainer(tmp_path / "straight").fit())
-    list(small.make_trainer(tmp_path / "resumed", limits=Limits(epochs=1)).fit())
+    list(small.make_trainer(tmp_path / "resumed", limits=RunLimits(epochs=1)).fit())
     again = small.make_trainer(tmp_path / "resumed")
     again.restore(load_snapshot(tmp_path / "resumed" / "snapshot"))
     events = list(again.fit())
@@ -146,7 +146,7 @@ def test_run_extended_at_an_epoch_border_equals_the_longer_one(small, tmp_path):
 
 def test_best_weights_are_those_of_the_earliest_best_epoch(small, tmp_path):
     """The file notes epoch and value, its weights give the value again to the last digit, and a tie does not replace it."""
-    trainer = small.make_trainer(tmp_path, limits=Limits(epochs=4))
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4))
     results = [event for event in trainer.fit() if isinstance(event, Evaluated)]
     values = [event.value for event in results]
     best_epoch = values.index(max(values)) + 1
@@ -164,7 +164,7 @@ def test_best_weights_are_those_of_the_earliest_best_epoch(small, tmp_path):
 def test_run_without_progress_stops_early(small, tmp_path):
     """With nothing learned (a zero rate) the second and third epoch bring no better metric: patience 2 ends the run after them."""
     step = small.make_step("test_vit")
-    trainer = small.make_trainer(tmp_path, step=step, limits=Limits(epochs=9, early_stop=2))
+    trainer = small.make_trainer(tmp_path, step=step, limits=RunLimits(epochs=9, early_stop=2))
     trainer._schedule = small.build_schedule(lr=0.0, schedule="constant", warmup=0, steps=27)
     finished = list(trainer.fit())[-1]
     assert (finished.reason, finished.epochs, finished.best_epoch) == ("early_stop", 3, 1)
@@ -174,7 +174,7 @@ def test_time_limit_ends_the_run_after_a_step_and_keeps_its_place(small, tmp_pat
     """max_time in mid-epoch: the weights are evaluated and saved, the epoch is not called done, and resuming goes on exactly."""
     list(small.make_trainer(tmp_path / "straight").fit())
     now = [0.0]
-    trainer = small.make_trainer(tmp_path / "limited", limits=Limits(epochs=2, max_time=10.0), clock=lambda: now[0])
+    trainer = small.make_trainer(tmp_path / "limited", limits=RunLimits(epochs=2, max_time=10.0), clock=lambda: now[0])
     events = []
     for event in trainer.fit():
         events.append(event)
@@ -191,7 +191,7 @@ def test_time_limit_ends_the_run_after_a_step_and_keeps_its_place(small, tmp_pat
 def test_snapshots_are_taken_at_the_interval(small, tmp_path):
     """With one second a step and save_every of two, a snapshot follows each second step and each epoch."""
     now = [0.0]
-    trainer = small.make_trainer(tmp_path, limits=Limits(epochs=1, save_every=2.0), clock=lambda: now[0])
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=1, save_every=2.0), clock=lambda: now[0])
     saved = []
     for event in trainer.fit():
         now[0] += isinstance(event, StepDone)
@@ -202,7 +202,7 @@ def test_snapshots_are_taken_at_the_interval(small, tmp_path):
 
 def test_stop_in_evaluation_saves_and_evaluates_again_on_resume(small, tmp_path):
     """A stop during evaluation ends after the present batch; the resumed run takes no step twice."""
-    trainer = small.make_trainer(tmp_path, limits=Limits(epochs=1), resume_command="hiresvis fit r.yaml --resume")
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=1), resume_command="hiresvis fit r.yaml --resume")
     events = []
     with pytest.raises(Interrupted, match=r"SIGTERM in epoch 1, step 3 of 3; the state was saved; go on with: hiresvis fit") as raised:  # noqa: PT012
         for event in trainer.fit():
@@ -214,7 +214,7 @@ def test_stop_in_evaluation_saves_and_evaluates_again_on_resume(small, tmp_path)
     last = events[-1]
     assert isinstance(last, RunInterrupted)
     assert (last.signal, last.epoch, last.step, last.resume_command) == ("SIGTERM", 1, 3, "hiresvis fit r.yaml --resume")
-    again = small.make_trainer(tmp_path, limits=Limits(epochs=1))
+    again = small.make_trainer(tmp_path, limits=RunLimits(epochs=1))
     again.restore(load_snapshot(tmp_path / "snapshot"))
     assert _kinds(list(again.fit())) == ["epoch_started", "evaluation_step", "evaluated", "epoch_done", "snapshot_saved", "run_finished"]
 
@@ -222,7 +222,7 @@ def test_stop_in_evaluation_saves_and_evaluates_again_on_resume(small, tmp_path)
 def test_handlers_are_as_before_when_the_run_is_over(small, tmp_path):
     """Signals meet the caller's handlers again after the end, and after a consumer that stops reading."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    list(small.make_trainer(tmp_path / "a", limits=Limits(epochs=1)).fit())
+    list(small.make_trainer(tmp_path / "a", limits=RunLimits(epochs=1)).fit())
     events = small.make_trainer(tmp_path / "b").fit()
     next(events)
     events.close()
@@ -265,7 +265,7 @@ def test_killed_run_resumes_from_its_last_snapshot_and_ends_the_same(small, tmp_
 
 def test_epoch_done_again_ties_with_itself_and_counts_as_it_did(small, tmp_path):
     """Killed between the best weights of epoch 1 and its snapshot: done again from mid-epoch, the epoch is the best one still."""
-    limits = Limits(epochs=1, save_every=0.0)
+    limits = RunLimits(epochs=1, save_every=0.0)
     for event in small.make_trainer(tmp_path / "run", limits=limits).fit():
         if event.kind == "snapshot_saved" and event.step == 2:
             shutil.copytree(tmp_path / "run" / "snapshot", tmp_path / "earlier")
@@ -279,7 +279,7 @@ def test_epoch_done_again_ties_with_itself_and_counts_as_it_did(small, tmp_path)
 
 def test_best_weights_on_disk_are_the_truth_on_resume(small, tmp_path):
     """A newer best.safetensors than the snapshot knows sets the value to beat; a missing one is written again at the next evaluation."""
-    list(small.make_trainer(tmp_path, limits=Limits(epochs=1)).fit())
+    list(small.make_trainer(tmp_path, limits=RunLimits(epochs=1)).fit())
     path, snapshot = tmp_path / "weights" / "best.safetensors", load_snapshot(tmp_path / "snapshot")
     save_weights(path, load_file(path), metadata={"epoch": "2", "metric": "accuracy", "value": "2.0"})
     trainer = small.make_trainer(tmp_path)
@@ -334,7 +334,7 @@ def disk():
 def test_best_weights_that_could_not_be_written_are_not_called_best(small, tmp_path, disk):
     """With no room from the start, the run ends without best weights and says so: no value is claimed that no file holds."""
     disk()
-    events = list(small.make_trainer(tmp_path, limits=Limits(epochs=2, early_stop=5)).fit())
+    events = list(small.make_trainer(tmp_path, limits=RunLimits(epochs=2, early_stop=5)).fit())
     assert not any(event.is_best for event in events if isinstance(event, Evaluated))
     assert (events[-1].reason, events[-1].best_epoch, math.isnan(events[-1].best_value)) == ("completed", 0, True)
     assert sum(event.level == "error" for event in events if isinstance(event, Notice)) == 6  # best, last, snapshot, twice
@@ -371,7 +371,7 @@ def test_skipped_files_are_told_once_and_an_empty_batch_is_no_step(small, tmp_pa
 
 def test_snapshot_of_another_run_is_refused(small, tmp_path):
     """Other steps an epoch, or another model: the message has the difference and the way on."""
-    list(small.make_trainer(tmp_path, limits=Limits(epochs=1)).fit())
+    list(small.make_trainer(tmp_path, limits=RunLimits(epochs=1)).fit())
     snapshot = load_snapshot(tmp_path / "snapshot")
     with pytest.raises(RunFolderError, match="made with 3 optimizer steps an epoch, this run has 2"):
         small.make_trainer(tmp_path, train_loader=small.Images(16, batch=8)).restore(snapshot)

@@ -106,6 +106,15 @@ def test_ladder_fills_while_the_batch_is_found(make_events: MakeEvents) -> None:
     assert "verdict" not in drawn(in_training(make_events), 119)
 
 
+def test_the_wanted_batch_is_named_where_there_is_one(make_events: MakeEvents) -> None:
+    """train.batch auto has no number before the plan."""
+    started, *rest = make_events(1, 3)
+    row = next(event for event in rest if event.kind == "ladder_row")
+    assert "largest micro-batch, up to 16, with a peak under 22.0 GiB" in drawn(replay([started, row]), 119)
+    auto = replace(started, batch=None)
+    assert "largest micro-batch with a peak under 22.0 GiB" in drawn(replay([auto, row]), 119)
+
+
 def test_evaluation_has_its_own_bar(make_events: MakeEvents) -> None:
     """While a split is evaluated, its progress is what is shown."""
     events = make_events(1, 8)

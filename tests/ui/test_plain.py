@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiresvis.run.events import EpochStarted, Event, Notice, StepDone, from_json
+from hiresvis.run.events import EpochStarted, Event, Notice, RunFinished, StepDone, from_json
 from hiresvis.ui.plain import JsonView, PlainView
 
 MakeEvents = Callable[..., list[Event]]
@@ -116,6 +116,15 @@ def test_lasting_lines_tell_the_run(make_events: MakeEvents) -> None:
     assert "epoch 2/2  val macro_f1 0.703 (new best)" in text
     assert "predicted 2.5% above measured" in text
     assert lines[-1] == "next    hiresvis report 'runs/lesions[03]'"
+
+
+def test_files_passed_over_are_counted_on_the_last_screen(make_events: MakeEvents) -> None:
+    """By extension, beside those that could not be read."""
+    stream = Stream()
+    with PlainView(stream, Clock()) as view:
+        for event in make_events(1, 2):
+            view.handle(replace(event, passed_over={".txt": 1, ".gif": 2}) if isinstance(event, RunFinished) else event)
+    assert "\n        passed over by extension: 2 .gif, 1 .txt\n" in stream.getvalue()
 
 
 def test_probe_is_told_when_it_has_run(make_events: MakeEvents) -> None:

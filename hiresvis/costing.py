@@ -1,0 +1,203 @@
+"""The recipe's model taken apart for planning: parts frozen, costs traced (or found on disk), the budget measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from hiresvis import assemble, profiles
+from hiresvis.assemble import Trainable
+from hiresvis.backbone.build import Backbone
+from hiresvis.backbone.trace import trace_costs
+from hiresvis.data.contract import Contract
+from hiresvis.data.sources import Datasets
+from hiresvis.data.transforms import Pipeline
+from hiresvis.device import block_bytes, budget
+from hiresvis.errors import RecipeError
+from hiresvis.ladder import unit_rows
+from hiresvis.memory.budget import Budget
+from hiresvis.memory.cards import Card, find_card
+from hiresvis.memory.costs import MemoryProfile
+from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.memory.search import Limits
+from hiresvis.memory.timing import HOST_BYTES
+from hiresvis.profiles import Entry, Facts, ProfileKey
+from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.run.events import LadderRow, to_json
+from hiresvis.settle import complete, key_of, limits_of, settle_costs
+from hiresvis.train.finder import MeasuredPeak
+
+PLAN_FORMAT = 1
+_HOST_SHARE = 0.5  # of the host's free memory; the loader's workers need the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What training is made of."""
+
+    datasets: Datasets
+    contract: Contract
+    trainable: Trainable
+    profile: MemoryProfile
+    budget: Budget
+    limits: Limits
+    precision: str
+    pipeline: Pipeline
+    raw_image: tuple[tuple[int, int, int], torch.dtype]
+
+
+def make_parts(
+    loaded: LoadedRecipe,
+    resolution: Resolution,
+    datasets: Datasets,
+    contract: Contract,
+    backbone: Backbone,
+    device: torch.device,
+    *,
+    norm: str | None,
+) -> Parts:
+    """Freezes, traces (or reads what was traced before) and measures the budget.
+
+    Args:
+        norm: batch statistics as an earlier start of the run settled them (batch | frozen); None: from the recipe.
+
+    Raises:
+        RecipeError: the model is no chain.
+    """
+    precision = assemble.settle_precision(loaded, resolution, device)
+    pipeline = assemble.make_pipeline(loaded, contract)
+    raw = assemble.raw_image(contract, datasets, pipeline)
+    limits = limits_of(loaded, card_of(device), precision, free_host_bytes())
+    frozen: dict[str, Trainable] = {}
+
+    def cost(kind: str) -> tuple[MemoryProfile, Facts]:
+        trainable = frozen[kind] = assemble.freeze_parts(loaded, resolution, backbone, norm=kind)
+        key = key_of(
+            loaded,
+            in_chans=contract.channels,
+            num_classes=len(contract.classes),
+            precision=precision,
+            block=block_bytes(device),
+            raw_image_bytes=math.prod(raw[0]) * raw[1].itemsize,
+            rules="cuda" if device.type == "cuda" else "cpu",
+            norm=kind,
+        )
+        return complete(loaded, profiles.read_or_trace(key, lambda: entry_of(loaded, trainable, key)))
+
+    costs = settle_costs(
+        loaded,
+        resolution,
+        loaded.recipe.model.norm if norm is None else norm,
+        cost,
+        lambda profile, _: budget(device, loaded.recipe.memory.budget, profile.weights + profile.buffers),
+        limits,
+    )
+    if loaded.recipe.memory.budget == "auto":
+        resolution.set("memory.budget", costs.budget.total_bytes, costs.budget.why)
+    return Parts(datasets, contract, frozen[costs.norm], costs.profile, costs.budget, limits, precision, pipeline, raw)
+
+
+def tracer(loaded: LoadedRecipe, resolution: Resolution, *, classes: Sequence[str], channels: int) -> Callable[[ProfileKey], Entry]:
+    """Traces the recipe's model, built once and without weights, as a key says.
+
+    Raises (when called):
+        RecipeError: name or size do not fit, or the model is no chain.
+    """
+    built: list[Backbone] = []
+
+    def trace_key(key: ProfileKey) -> Entry:
+        if not built:
+            built.append(assemble.build_model(loaded, num_classes=len(classes), channels=channels, with_weights=False))
+        return entry_of(loaded, assemble.freeze_parts(loaded, resolution, built[0], norm=key.norm), key)
+
+    return trace_key
+
+
+def entry_of(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> Entry:
+    """Traces what the model costs, unit by unit, and notes what else planning asks of it.
+
+    Raises:
+        RecipeError: the model is no chain.
+    """
+    profile = _trace(loaded, trainable, key)
+    held = profile.weights + profile.buffers
+    facts = Facts(
+        stride=trainable.backbone.stride,
+        batch_norm=assemble.has_batch_norm(trainable.model),
+        parameters=sum(parameter.numel() for parameter in trainable.model.parameters()),
+        process_bytes=budget(torch.device("cpu"), 0, held).baseline_bytes if key.rules == "cpu" else None,
+    )
+    return Entry(profile, facts)
+
+
+def _trace(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> MemoryProfile:
+    trainable.train_mode()
+    try:
+        _, profile = trace_costs(
+            trainable.model,
+            name=key.model,
+            image_size=key.image_size,
+            in_chans=key.in_chans,
+            num_classes=key.num_classes,
+            precision=key.precision,
+            channels_last=key.channels_last,
+            block=key.block,
+            raw_image_bytes=key.raw_image_bytes,
+            make_optimizer=lambda model: assemble.make_optimizer(loaded, model, trainable.layer_decay),
+            optimizer_name=key.optimizer,
+            clip_grad=key.clip_grad,
+            ema=key.ema,
+            rules=key.rules,
+        )
+    except ValueError as error:
+        raise RecipeError([loaded.problem("model.name", str(error))]) from error
+    return profile
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The device's data sheet, where there is one."""
+    try:
+        return find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    except RecipeError:
+        return None
+
+
+def free_host_bytes() -> int:
+    """Memory of this host that may hold what is offloaded."""
+    return min(HOST_BYTES, int(psutil.virtual_memory().available * _HOST_SHARE))
+
+
+def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
+    """plan.json: the plan to apply again, and what people and the report want to know of it."""
+    return {
+        "version": PLAN_FORMAT,
+        "model": plan.model,
+        "image_size": plan.image_size,
+        "precision": plan.precision,
+        "batch": plan.batch,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "eval_batch": plan.eval_batch,
+        "norm": parts.trainable.norm,
+        "budget_bytes": plan.budget_bytes,
+        "capacity_bytes": parts.budget.capacity_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured": {
+            "resident_peak_bytes": measured.peak_bytes,
+            "counted_peak_bytes": measured.counted_bytes,
+            "predicted_counted_bytes": plan.predicted_counted_bytes,
+            "baseline_bytes": measured.base_bytes,
+        },
+        "recompute_fraction": plan.recompute_fraction,
+        "parts": dict(plan.parts),
+        "stages": plan.stages,
+        "units": unit_rows(parts.profile, plan),
+        "ladder": [to_json(row) for row in ladder],
+        "why": plan.why,
+        "checkpoint_plan": plan.to_json(),
+    }

@@ -1,0 +1,165 @@
+"""What a recipe asks of the planner: its limits, the key of its traced costs, batch statistics, and what would help when nothing fits.
+
+No torch here: with costs on disk a plan is made without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hiresvis.errors import RecipeError
+from hiresvis.ladder import missing_stages, ways_out
+from hiresvis.memory.budget import Budget
+from hiresvis.memory.cards import Card
+from hiresvis.memory.costs import MemoryProfile
+from hiresvis.memory.peak import StepSetting
+from hiresvis.memory.plan import NoPlan
+from hiresvis.memory.search import Limits, Planner
+from hiresvis.memory.timing import HOST_BYTES, host_of, rates_of
+from hiresvis.profiles import Entry, Facts, ProfileKey, Rules
+from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.units import MIB
+
+SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
+
+
+def limits_of(loaded: LoadedRecipe, card: Card | None, precision: str, host_bytes: int = HOST_BYTES) -> Limits:
+    """What the recipe asks of the search.
+
+    Args:
+        card: what is planned for; None: not known, so nothing is offloaded, and only FLOPs count as time.
+        precision: bf16, fp16 or fp32.
+        host_bytes: memory of the host that may be used.
+
+    Raises:
+        RecipeError: the card has no such arithmetic.
+    """
+    memory, train = loaded.recipe.memory, loaded.recipe.train
+    limits = Limits(
+        batch=None if train.batch == "auto" else train.batch,
+        micro_batch=None if memory.micro_batch == "auto" else memory.micro_batch,
+        spacing=memory.spacing,
+        goal=memory.goal,
+        exact=memory.exact,
+    )
+    return limits if card is None else limits_on(limits, card, precision, host_bytes)
+
+
+def limits_on(limits: Limits, card: Card, precision: str, host_bytes: int = HOST_BYTES) -> Limits:
+    """The limits with what a card's data sheet adds: how it weighs memory traffic, and the host behind it."""
+    rates = rates_of(card, precision)
+    return replace(limits, host=host_of(card, precision, host_bytes), flops_per_byte=rates.flops_per_s / rates.memory_bytes_per_s)
+
+
+def key_of(
+    loaded: LoadedRecipe, *, in_chans: int, num_classes: int, precision: str, block: int, raw_image_bytes: int, rules: Rules, norm: str
+) -> ProfileKey:
+    """Everything that decides the costs of the recipe's model, with batch statistics kept or frozen (`norm`)."""
+    recipe = loaded.recipe
+    channels_last = recipe.memory.channels_last
+    return ProfileKey(
+        model=recipe.model.name,
+        image_size=recipe.model.image_size,
+        in_chans=in_chans,
+        num_classes=num_classes,
+        precision=precision,
+        channels_last=True if channels_last == "auto" else channels_last,
+        block=block,
+        raw_image_bytes=raw_image_bytes,
+        optimizer=recipe.optim.name,
+        clip_grad=recipe.optim.clip_grad,
+        freeze=recipe.model.freeze,
+        adapt=recipe.model.adapt,
+        norm=norm,
+        drop_path=recipe.model.drop_path,
+        rules=rules,
+    )
+
+
+def complete(loaded: LoadedRecipe, entry: Entry) -> tuple[MemoryProfile, Facts]:
+    """Profile and facts of an entry.
+
+    Raises:
+        RecipeError: it says why the model has no profile.
+    """
+    if entry.profile is None:
+        raise RecipeError([loaded.problem("model.name", entry.refusal)])
+    return entry.profile, entry.facts
+
+
+def snapshot_bytes(profile: MemoryProfile) -> int:
+    """One snapshot on disk: weights and the optimizer's state."""
+    return profile.weights + profile.buffers + profile.optimizer_state
+
+
+def disk_bytes(profile: MemoryProfile) -> int:
+    """What a run may write: two snapshots while one replaces the other, two files of weights, and its tables."""
+    return 2 * snapshot_bytes(profile) + 2 * (profile.weights + profile.buffers) + 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the planner needs: the profile, what is known of the model besides, how batch statistics are kept, and the budget."""
+
+    profile: MemoryProfile
+    facts: Facts
+    norm: str
+    budget: Budget
+
+
+def settle_costs(
+    loaded: LoadedRecipe,
+    resolution: Resolution,
+    norm: str,
+    cost: Callable[[str], tuple[MemoryProfile, Facts]],
+    budget: Callable[[MemoryProfile, Facts], Budget],
+    limits: Limits,
+) -> Costs:
+    """Costs and budget; under norm auto, batch statistics are frozen when the micro-batch that fits is too small for them.
+
+    Args:
+        norm: auto, batch or frozen.
+        cost: the costs under batch statistics of the micro-batch ("batch") or of the weights ("frozen").
+        budget: what may be used, given the costs.
+
+    Raises:
+        RecipeError: a spacing names stages that the model lacks.
+    """
+    profile, facts = cost("batch" if norm == "auto" else norm)
+    check_stages(loaded, profile)
+    limit = budget(profile, facts)
+    if norm != "auto":
+        return Costs(profile, facts, norm, limit)
+    if loaded.recipe.model.pretrained is False:
+        resolution.set("model.norm", "batch", "random weights have no statistics to keep")
+        return Costs(profile, facts, "batch", limit)
+    if not facts.batch_norm:
+        resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
+        return Costs(profile, facts, "batch", limit)
+    setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes, reserve_bytes=limit.reserve_bytes)
+    answer = Planner(profile, limit.total_bytes, setting, limits).choose()
+    micro = answer.micro_batch
+    if not isinstance(answer, NoPlan) and micro >= SMALL_MICRO_BATCH:
+        resolution.set("model.norm", "batch", f"micro-batch {micro} is large enough for batch statistics")
+        return Costs(profile, facts, "batch", limit)
+    why = f"micro-batch {micro} is below {SMALL_MICRO_BATCH}: statistics of so few images are noise; those of the weights are kept"
+    resolution.set("model.norm", "frozen", why)
+    profile, facts = cost("frozen")
+    return Costs(profile, facts, "frozen", limit)
+
+
+def check_stages(loaded: LoadedRecipe, profile: MemoryProfile) -> None:
+    """A spacing by stage names stages that the model has.
+
+    Raises:
+        RecipeError: it names others.
+    """
+    missing = missing_stages(profile, loaded.recipe.memory.spacing)
+    if missing:
+        raise RecipeError([loaded.problem("memory.spacing", missing)])
+
+
+def remedies(loaded: LoadedRecipe, profile: MemoryProfile, stride: int, answer: NoPlan) -> tuple[str, ...]:
+    """What would help when nothing fits, in the recipe's words."""
+    return ways_out(profile, stride, answer, may_freeze=loaded.recipe.model.freeze == "none")
