@@ -2,14 +2,15 @@
 
     python tools/bench_plans.py [MODEL ...] [--budget 24GiB] [--json FILE]
 
-Both sides are counted alike: a whole training step on fake tensors (bf16 autocast by the CPU's rules, fp32 weights and AdamW state), every live
-storage rounded up to 512 bytes. timm's column is its `set_grad_checkpointing()`. The planner's plans are counted by applying them to such a step, too;
-its own prediction stands beside. Nothing is run on real tensors, so no GPU is needed. The planner's limit of 2**31 elements a tensor is lifted here, for timm's side has none.
+Both sides are counted alike: a whole training step on fake tensors (bf16 autocast by the CPU's rules, fp32 weights and AdamW
+state), every live storage rounded up to 512 bytes. timm's column is its `set_grad_checkpointing()`. The planner's plans are
+counted by applying them to such a step, too; its own prediction stands beside. Nothing is run on real tensors, so no GPU is
+needed. The planner's limit of 2**31 elements a tensor is lifted here, for timm's side has none.
 
-Largest micro-batch: in the budget less 1 GiB of reserve. `bitwise` and `close` are the recipe's values of `memory.exact`, each with and without
-offload to host memory (64 GiB, 25 GB/s; compute at 45% of an RTX 4090's dense bf16 rate, which says how much of a transfer hides).
-Recompute: at timm's largest micro-batch, FLOPs run again (waiting for the host counted as FLOPs of that rate) over timm's, in the budget that timm
-needs for it, and in 1.5 times that.
+Largest micro-batch: in the budget less 1 GiB of reserve. `bitwise` and `close` are the recipe's values of `memory.exact`, each
+with and without offload to host memory (64 GiB, 25 GB/s; compute at 45% of an RTX 4090's dense bf16 rate, which says how much of
+a transfer hides). Recompute: at timm's largest micro-batch, FLOPs run again (waiting for the host counted as FLOPs of that rate)
+over timm's, in the budget that timm needs for it, and in 1.5 times that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hiresvis.backbone.trace import fake_copy, trace_costs
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.program import Host
+from hiresvis.memory.program import Host, waiting_flops
 from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.units import GIB, MIB, parse_size
 
@@ -190,13 +191,12 @@ def bench(name: str, px: int, budget: int) -> dict[str, object]:
         total = int((flag_bytes + profile.optimizer_state) * factor)
         for label, host in (("", None), ("+offload", HOST)):
             candidate = planner(total, "close", host, micro_batch=flag).best(flag)
-            row[f"flops x{factor}{label}"] = math.nan if candidate is None else (candidate.recomputed_flops + waiting(profile, candidate)) / timm_flops
+            assert candidate is not None
+            row[f"flops x{factor}{label}"] = (candidate.recomputed_flops + waiting(profile, candidate)) / timm_flops
     return row
 
 
 def waiting(profile: MemoryProfile, candidate: Candidate) -> int:
-    from hiresvis.memory.program import waiting_flops
-
     return sum(waiting_flops(profile, segment, HOST) for segment in candidate.segments)
 
 
@@ -216,13 +216,14 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [(name, px) for name, px in MODELS if not options.models or name in options.models or f"{name}@{px}" in options.models]
     rows = []
-    print(f"{'model @ px':<36} {'none':>5} {'timm':>5} | {'bitwise':>7} {'+host':>6} {'close':>6} {'+host':>6} | recompute over timm's: x1.0 +host x1.5 +host")
+    heads = " ".join(f"{head:>7}" for head in ("none", "timm", "bitwise", "+host", "close", "+host", "x1.0", "+host", "x1.5", "+host"))
+    print(f"{'model @ px':<36} {heads}  counted  trace s")
     for name, px in chosen:
         row = bench(name, px, parse_size(options.budget))
         rows.append(row)
-        sizes = " ".join(f"{row[column]:>6}" for column in COLUMNS)
-        shares = " ".join(f"{row[share]:>6.2f}" for share in SHARES)
-        print(f"{name + ' @' + str(px):<36} {row['none']:>5} {row['timm']:>5} | {sizes} | {shares}  counted {row['counted / predicted']:.4f} trace {row['trace_s']:.1f} s", flush=True)
+        sizes = " ".join(f"{row[column]:>7}" for column in ("none", "timm", *COLUMNS))
+        shares = " ".join(f"{row[share]:>7.2f}" for share in SHARES)
+        print(f"{name + ' @' + str(px):<36} {sizes} {shares} {row['counted / predicted']:>8.4f} {row['trace_s']:>8.1f}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     for column in COLUMNS:

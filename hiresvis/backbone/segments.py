@@ -23,6 +23,7 @@ Module hooks (`register_forward_hook`) of modules inside a segment fire again in
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -223,7 +224,7 @@ class _Frame:
         first = self.unit_places[unit]
         last = self.unit_places[unit + 1] if unit + 1 < len(self.unit_places) else len(self.places)
         edges = [first, *(first + border for border in self.segment.passes[unit]), last]
-        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        for begin, end in itertools.pairwise(edges):
             if begin <= number < end:
                 return _Run(unit, begin, end)
         raise AssertionError((number, edges))

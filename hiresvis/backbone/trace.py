@@ -40,7 +40,8 @@ MAX_TENSOR_ELEMENTS = 2**31
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# Of the operators that CUDA's autocast runs in fp32 (torch/csrc/autocast: AT_FORALL_FP32), those that the CPU's leaves alone and that models use.
+# Of the operators that CUDA's autocast runs in fp32 (AT_FORALL_FP32 in torch's autocast_mode.h), those that the CPU's leaves
+# alone and that models use.
 _FP32_ON_CUDA = frozenset(
     {
         nn.functional.layer_norm,
@@ -83,7 +84,8 @@ class _CudaRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args = tuple(
-                value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value for value in args
+                value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+                for value in args
             )
         return func(*args, **(kwargs or {}))
 
@@ -601,7 +603,7 @@ def _assemble(
     def ways_by(tapes: tuple[Tape, ...], *, sliced: bool) -> tuple[Recompute, ...]:
         alike = (sliced, *(tape.signature() for tape in tapes))
         if alike not in known:
-            known[alike] = ways_of(*tapes, *TRACE_BATCHES, sliced=sliced)
+            known[alike] = ways_of(tapes[0], tapes[1], *TRACE_BATCHES, sliced=sliced)
         return known[alike]
 
     units = []

@@ -14,6 +14,7 @@ that a better set of borders does not exist.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -128,7 +129,9 @@ def ways_of(few: Tape, many: Tape, few_batch: int, many_batch: int, *, sliced: b
                 backward_first=Highest.through(few_batch, at_few.backward_first, many_batch, at_many.backward_first),
                 backward_more=Highest.through(few_batch, at_few.backward_more, many_batch, at_many.backward_more),
                 flops=Affine.through(few_batch, at_few.flops + few.backward_flops, many_batch, at_many.flops + many.backward_flops),
-                traffic=Affine.through(few_batch, at_few.traffic + few.backward_traffic, many_batch, at_many.traffic + many.backward_traffic),
+                traffic=Affine.through(
+                    few_batch, at_few.traffic + few.backward_traffic, many_batch, at_many.traffic + many.backward_traffic
+                ),
             )
         )
     return tuple(found)
@@ -148,7 +151,9 @@ def _far(few: Tape, many: Tape) -> Tape:
         dropped=levels(few.dropped, many.dropped),
         backward_first=levels(few.backward_first, many.backward_first),
         backward_more=levels(few.backward_more, many.backward_more),
-        sizes={number: far(few.sizes[other], many.sizes[number]) for other, number in zip(sorted(few.sizes), sorted(many.sizes), strict=True)},
+        sizes={
+            number: far(few.sizes[other], many.sizes[number]) for other, number in zip(sorted(few.sizes), sorted(many.sizes), strict=True)
+        },
         input_size=far(few.input_size, many.input_size),
     )
 
@@ -201,7 +206,7 @@ class _Replay:
 
     def groups(self, borders: Sequence[int]) -> list[tuple[int, int]]:
         edges = [0, *borders, self.last]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     def again(self, keep: Sequence[int], borders: Sequence[int]) -> tuple[int, int]:
         """FLOPs and bytes moved of all passes; what is kept is not run again."""
@@ -241,7 +246,9 @@ class _Replay:
             levels.extend((self._pass(kept, start, end) + beside).tolist())
             for number in copies:
                 assert number is not None
-                released = max(tape.released.get(index, self.moments) for index in range(start, end) if tape.places[index].storage == number)
+                released = max(
+                    tape.released.get(index, self.moments) for index in range(start, end) if tape.places[index].storage == number
+                )
                 if released == latest[number]:
                     released = max(released, tape.gone.get(number, released))
                 held[asked + 1 : released + 1] += tape.sizes[number]
@@ -267,12 +274,12 @@ class _Replay:
             levels[tape.born[number] : tape.died.get(number, len(levels))] -= tape.sizes[number]
         filled: set[int] = set()
         for place in tape.places[start:end]:
-            number = place.storage
-            if number is None or number not in tape.sizes or number in kept or number in filled:
+            made = place.storage
+            if made is None or made not in tape.sizes or made in kept or made in filled:
                 continue
-            filled.add(number)
-            if (died := tape.died.get(number)) is not None:
-                levels[max(place.moment, died) :] += tape.sizes[number]
+            filled.add(made)
+            if (died := tape.died.get(made)) is not None:
+                levels[max(place.moment, died) :] += tape.sizes[made]
         return levels if len(levels) else np.zeros(1, dtype=np.int64)
 
 

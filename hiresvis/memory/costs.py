@@ -118,7 +118,9 @@ class Recompute:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Recompute:
         """What `asdict` made of it."""
-        figures = {name: _figure(row[name]) for name in ("kept", "forward", "backward_first", "backward_more", "flops", "traffic")}
+        figures: dict[str, Any] = {
+            name: _figure(row[name]) for name in ("kept", "forward", "backward_first", "backward_more", "flops", "traffic")
+        }
         return cls(keep=tuple(row["keep"]), passes=tuple(row["passes"]), sliced=row["sliced"], **figures)
 
 

@@ -5,7 +5,8 @@ a position means storing one unit, recomputing it by itself in one of its ways, 
 starts there, at once or nested (unit by unit). An option is allowed where bytes kept plus its own highest need, forward
 and backward, stay within the room.
 
-Two programs share the options. `cheapest` keeps bytes on a grid (they round up to its units) and is exact up to it. `least_kept` asks only whether anything fits: for that the path that keeps the fewest bytes is the best one in every
+Two programs share the options. `cheapest` keeps bytes on a grid (they round up to its units) and is exact up to it.
+`least_kept` asks only whether anything fits: for that the path that keeps the fewest bytes is the best one in every
 respect, so one number per state is enough, and it is exact. Boundaries shared by units that are not neighbours are counted
 twice; the walk of `memory.peak` gives the chosen plan's exact peak.
 
@@ -348,9 +349,7 @@ class Program:
                 work += size.work
             index += 1
 
-    def _nests(
-        self, start: int, opening_kept: bool, opener: int, choices: list[_Choices], least: int, work: int
-    ) -> Iterator[Option]:
+    def _nests(self, start: int, opening_kept: bool, opener: int, choices: list[_Choices], least: int, work: int) -> Iterator[Option]:
         """For so much room, each unit is recomputed in the cheapest way that it allows: one option per amount at which that changes."""
         units = self.profile.units
         lowest = max(least, *(choice.needs[0] for choice in choices))
@@ -358,9 +357,7 @@ class Program:
         for most in needs[:: -(-len(needs) // MAX_NESTED_CHOICES)]:
             picked = [choice.best[bisect_right(choice.needs, most) - 1] for choice in choices]
             need = max(least, *(found for found, _, _ in picked))
-            slices = tuple(
-                name for offset, (_, _, way) in enumerate(picked) if way.sliced for name in units[start + offset].sliceable
-            )
+            slices = tuple(name for offset, (_, _, way) in enumerate(picked) if way.sliced for name in units[start + offset].sliceable)
             passes = tuple(way.passes for _, _, way in picked)
             segment = Segment(start, start + len(choices), "chunk" if slices else "recompute", passes, (), slices)
             cost = work + sum(cost for _, cost, _ in picked) + 1

@@ -48,7 +48,9 @@ def _nested(profile: MemoryProfile, length: int) -> tuple[Segment, ...]:
             segments.append(Segment(index, index + 1))
             index += 1
             continue
-        passes = tuple(max((way.passes for way in unit.ways if not way.keep and not way.sliced), key=len) for unit in profile.units[index:end])
+        passes = tuple(
+            max((way.passes for way in unit.ways if not way.keep and not way.sliced), key=len) for unit in profile.units[index:end]
+        )
         segments.append(Segment(index, end, "recompute", passes))
         index = end
     return tuple(segments)
@@ -126,7 +128,9 @@ def test_every_tiers_peak_is_predicted(lab, name: str, precision: str) -> None:
             counted = getattr(measured, kind)
             slack = max((unit.input.at(33) + unit.ways[-1].kept.at(33) for unit in profile.units if unit.ways), default=0)
             above = slack if label.startswith("offloaded") else 0
-            assert counted * (1 - TOLERANCE) <= predicted <= counted * (1 + TOLERANCE) + above, f"{label}, {kind}: {predicted / counted - 1:+.2%}"
+            assert counted * (1 - TOLERANCE) <= predicted <= counted * (1 + TOLERANCE) + above, (
+                f"{label}, {kind}: {predicted / counted - 1:+.2%}"
+            )
 
 
 def _sliced(profile: MemoryProfile) -> tuple[Segment, ...]:
@@ -192,7 +196,7 @@ def test_units_run_as_often_as_the_plan_says(lab) -> None:
     profile, model = lab.small_profile("vit_tiny_patch16_224"), lab.make_model("vit_tiny_patch16_224")
     blocks = [index for index, unit in enumerate(profile.units) if unit.kind == "block" and unit.ways]
     two_passes = next(way.passes for way in profile.units[blocks[0]].ways if len(way.passes) == 1)
-    first, second, third, fourth = blocks
+    first, second, _, fourth = blocks
     segments = (
         *(Segment(index, index + 1) for index in range(first)),
         Segment(first, first + 1, "recompute", (two_passes,)),
@@ -269,7 +273,7 @@ def test_a_kept_output_that_was_changed_is_refused(lab) -> None:
 
     model = nn.Sequential(Block(), Block())
     handle = apply_segments(model, [Segment(0, 1, "keep", ((),), (0,)), Segment(1, 2)], [("0",), ("1",)])
-    with pytest.raises(RuntimeError, match="mul_.* changes the output of operator 0, which the plan keeps"):
+    with pytest.raises(RuntimeError, match=r"mul_.* changes the output of operator 0, which the plan keeps"):
         model(torch.randn(3, 4))
     handle.remove()
 
