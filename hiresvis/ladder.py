@@ -71,9 +71,21 @@ def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) ->
         row = _row(planner, len(rows), rung.spacing, rung.candidate, fits, verdict)
         if not rows or replace(row, rung=0, spacing="") != replace(rows[-1], rung=0, spacing=""):
             rows.append(row)
-    name = next((rung.spacing for rung in rungs if rung.candidate == chosen), "mixed")
+    name = next((rung.spacing for rung in rungs if rung.candidate == chosen), finest_tier(chosen))
     rows.append(_row(planner, len(rows), name, chosen, chosen.micro_batch, "chosen"))
     return tuple(rows)
+
+
+def finest_tier(candidate: Candidate) -> str:
+    """The rung of the ladder that a plan belongs to: the last one whose tier it uses."""
+    segments = candidate.segments
+    used = {
+        "offload": any(segment.tier == "offload" for segment in segments),
+        "chunk": any(segment.slices for segment in segments),
+        "nested": any(segment.nested for segment in segments),
+        "keep": any(segment.keep for segment in segments),
+    }
+    return next((name for name, found in used.items() if found), "mixed")
 
 
 def _row(planner: Planner, number: int, spacing: str, candidate: Candidate, fits: int, verdict: str) -> LadderRow:

@@ -138,6 +138,7 @@ class Program:
         host: where offloaded tensors go; None: no offload.
         host_price: cost per offloaded byte, to keep within the host's memory.
         flops_per_byte: FLOPs that the device does while it moves a byte to or from its memory.
+        thorough: prepare for `cheapest`; without, only for `least_kept`, to which a nest's dearer choices mean nothing.
     """
 
     def __init__(
@@ -150,8 +151,11 @@ class Program:
         host: Host | None = None,
         host_price: float = 0.0,
         flops_per_byte: float = 1.0,
+        *,
+        thorough: bool = True,
     ) -> None:
         self.profile, self.batch, self.room, self.setting = profile, batch, room, setting
+        self.thorough = thorough
         self.allow, self.host, self.host_price, self.flops_per_byte = allow, host, host_price, flops_per_byte
         self.images_id = profile.units[0].input_id
         self.casts = [0]
@@ -167,7 +171,8 @@ class Program:
         self.options: dict[tuple[int, int], list[Option]] = {}
         for start in range(count):
             for bit in (0, 1):
-                self.options[start, bit] = _undominated(self._options(start, bool(bit)))
+                found = self._options(start, bool(bit))
+                self.options[start, bit] = _undominated(found) if thorough else list(found)
         self.images = self.boundaries[self.images_id]
 
     def least_kept(self, room: int) -> tuple[Segment, ...] | None:
@@ -354,7 +359,7 @@ class Program:
         units = self.profile.units
         lowest = max(least, *(choice.needs[0] for choice in choices))
         needs = sorted({lowest, *(need for choice in choices for need in choice.needs if need > lowest)})
-        for most in needs[:: -(-len(needs) // MAX_NESTED_CHOICES)]:
+        for most in needs[:: -(-len(needs) // MAX_NESTED_CHOICES)] if self.thorough else needs[:1]:
             picked = [choice.best[bisect_right(choice.needs, most) - 1] for choice in choices]
             need = max(least, *(found for found, _, _ in picked))
             slices = tuple(name for offset, (_, _, way) in enumerate(picked) if way.sliced for name in units[start + offset].sliceable)

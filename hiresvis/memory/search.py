@@ -118,10 +118,11 @@ class Planner:
         batch = self.limits.batch
         return replace(self.setting, accumulates=batch is not None and micro_batch < batch)
 
-    def _make_program(self, micro_batch: int, allow: frozenset[Freedom], host_price: float) -> Program:
+    def _make_program(self, micro_batch: int, allow: frozenset[Freedom], host_price: float, thorough: bool) -> Program:
         room = self._room(micro_batch)
         limits = self.limits
-        return Program(self.profile, micro_batch, room, self._setting(micro_batch), allow, limits.host, host_price, limits.flops_per_byte)
+        setting = self._setting(micro_batch)
+        return Program(self.profile, micro_batch, room, setting, allow, limits.host, host_price, limits.flops_per_byte, thorough=thorough)
 
     def _room(self, micro_batch: int) -> int:
         setting = self._setting(micro_batch)
@@ -179,7 +180,7 @@ class Planner:
             room = self._room(micro_batch)
             if room <= 0:
                 break
-            program = self._program(micro_batch, allow, price)
+            program = self._program(micro_batch, allow, price, search is Program.cheapest)
             less = max(1, room // _LESS)
             while (segments := search(program, room)) is not None:
                 found.append(self.score(segments, micro_batch))
@@ -212,9 +213,14 @@ class Planner:
         asked = self.limits.micro_batch or self.limits.batch or self.limits.most
         return max(1, min(asked, self.profile.max_batch, self.limits.most))
 
-    def largest(self, allow: frozenset[Freedom] | None = None) -> int:
-        """The largest micro-batch with a plan that fits; 0 when one image does not fit."""
-        return _bisect(lambda micro: self.anything(micro, allow) is not None, self.most())
+    def largest(self, allow: frozenset[Freedom] | None = None, *, least: int = 1, most: int | None = None) -> int:
+        """The largest micro-batch with a plan that fits; 0 when one image does not fit.
+
+        Args:
+            allow: what plans may use; None: all that the limits allow.
+            least, most: where it is known to lie.
+        """
+        return _bisect(lambda micro: self.anything(micro, allow) is not None, self.most() if most is None else most, least)
 
     def largest_of(self, segments: tuple[Segment, ...]) -> int:
         """The largest micro-batch that fits with these segments; 0 when one image does not fit."""
@@ -262,7 +268,7 @@ class Planner:
     def _tightest(self, micro_batch: int) -> list[tuple[Segment, ...]]:
         """The plan of the least need that the program finds, by bisection on the room."""
         roomy = Planner(self.profile, 1 << 60, self.setting, self.limits)
-        program = roomy._program(micro_batch, self.limits.allowed, 0.0)
+        program = roomy._program(micro_batch, self.limits.allowed, 0.0, False)
         found, low, high = [], 0, roomy.score(store_all(self.profile), micro_batch).peak.total_bytes
         while high - low > max(1, high // 200):
             middle = (low + high) // 2
@@ -290,10 +296,12 @@ class Planner:
             largest = self.largest_of(segments)
             rungs.append(Rung(spacing=name, candidate=self.score(segments, max(1, largest)), fits=largest > 0))
         if self._pinned() is None:
-            before = None
-            for name, freedom in FREEDOMS:
+            before, largest, most = None, 0, self.largest()
+            for name, freedom in FREEDOMS if most else ():
                 allow = freedom & self.limits.allowed
-                largest = self.largest(allow) if name == "mixed" or name in allow else 0
+                if name != "mixed" and name not in allow:
+                    continue
+                largest = self.largest(allow, least=max(1, largest), most=most)  # each tier fits what the one before does
                 candidate = self.best(largest, allow) if largest else None
                 if candidate is not None and candidate.segments != before:
                     rungs.append(Rung(spacing=name, candidate=candidate, fits=True))
@@ -334,16 +342,16 @@ def balanced(batch: int, largest: int) -> int:
     return ceil(batch / ceil(batch / largest))
 
 
-def _bisect(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most that fits, 0 when 1 does not.
+def _bisect(fits: Callable[[int], bool], most: int, least: int = 1) -> int:
+    """The largest n in least..most that fits, 0 when `least` does not.
 
     `most` is tried by itself: it may be the whole batch, which needs no gradients to persist and can fit where less does not.
     """
     if fits(most):
         return most
-    if not fits(1):
+    if most <= least or not fits(least):
         return 0
-    low, high = 1, most - 1
+    low, high = least, most - 1
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

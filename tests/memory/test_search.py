@@ -240,10 +240,10 @@ def _planner(profile, budget: int, **limits: object) -> Planner:
 
 
 def _sweep(profile, batch: int, count: int = 40) -> list[int]:
-    """Budgets from just too small for one image to all of `batch` stored, rising."""
+    """Budgets from just too small for one image to all of `batch` stored, rising ever faster."""
     one = Planner(profile, 0, _setting(), Limits(batch=batch)).refusal(1).need_bytes
     high = predict_peak(profile, store_all(profile), batch, _setting()).total_bytes
-    return [one - 1 + (high - one + 1) * step // (count - 1) for step in range(count)]
+    return [one - 1, *(int(one * (high / one) ** (step / (count - 1))) for step in range(1, count - 1)), high]
 
 
 @pytest.mark.parametrize(("name", "count"), SWEEPS)
@@ -391,7 +391,7 @@ def test_the_ladder_goes_from_off_to_the_best_mix(lab) -> None:
     budget = _sweep(profile, 64)[12]
     planner = _planner(profile, budget, batch=64)
     rungs = planner.ladder()
-    assert [rung.spacing for rung in rungs] == ["off", "4", "2", "1", "mixed", "keep", "nested"]
+    assert [rung.spacing for rung in rungs] == ["off", "4", "2", "1", "mixed", "keep", "nested", "chunk"]
     for rung in rungs:
         assert rung.candidate.peak.total_bytes <= budget
     for rung in rungs[:4]:
