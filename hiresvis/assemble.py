@@ -157,11 +157,14 @@ def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tup
     raise DataError("no image of train can be read; run hiresvis check")
 
 
-def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_weights: bool = True) -> Backbone:
+def build_model(
+    loaded: LoadedRecipe, *, num_classes: int, channels: int, with_weights: bool = True, initialise: bool = True
+) -> Backbone:
     """The timm model of the recipe, problems placed at its lines.
 
     Args:
         with_weights: False where weights are loaded over it anyway, or none are needed.
+        initialise: False where even random ones are not needed.
 
     Raises:
         RecipeError: name, size or weights do not fit.
@@ -179,6 +182,7 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_w
             pretrained=weights,
             drop_path=None if isinstance(model.drop_path, str) else model.drop_path,
             seed=loaded.recipe.train.seed,
+            initialise=initialise,
         )
 
 

@@ -112,7 +112,7 @@ def tracer(loaded: LoadedRecipe, resolution: Resolution, *, classes: Sequence[st
 
     def trace_key(key: ProfileKey) -> Entry:
         if not built:
-            built.append(assemble.build_model(loaded, num_classes=len(classes), channels=channels, with_weights=False))
+            built.append(assemble.build_model(loaded, num_classes=len(classes), channels=channels, with_weights=False, initialise=False))
         return entry_of(loaded, assemble.freeze_parts(loaded, resolution, built[0], norm=key.norm), key)
 
     return trace_key

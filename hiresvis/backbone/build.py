@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from timm.models import group_parameters
 from timm.optim._param_groups import auto_group_layers  # timm's own answer for models that bring no group_matcher
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone import weights
 from hiresvis.backbone.input_size import fit_input
@@ -51,6 +53,7 @@ def build_backbone(
     pretrained: bool | str = True,
     drop_path: float | None = None,
     seed: int = 0,
+    initialise: bool = True,
 ) -> Backbone:
     """Build a timm model for one image size, with a head for `num_classes`.
 
@@ -64,6 +67,7 @@ def build_backbone(
         pretrained: True (timm's hub), False, `package:MODULE`, or the path of a weights file.
         drop_path: stochastic depth rate; None keeps the model's own.
         seed: of the random parts.
+        initialise: False leaves random weights as the memory they lie in, for a model that is only traced.
 
     Raises:
         RecipeError: the name, size, drop path or weights do not fit; every key that differs is listed.
@@ -75,9 +79,22 @@ def build_backbone(
     with torch.random.fork_rng(devices=[]):
         fit = fit_input(name, size, in_chans)
         kwargs = {**fit.kwargs, "in_chans": in_chans} | ({} if drop_path is None else {"drop_path_rate": drop_path})
-        model, notes = _with_weights(name, cfg, pretrained, num_classes, seed, kwargs)
+        with nullcontext() if initialise else _NotInitialising():
+            model, notes = _with_weights(name, cfg, pretrained, num_classes, seed, kwargs)
     mean, std, more = _normalisation(cfg, pretrained, in_chans)
     return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, (*fit.notes, *notes, *more))
+
+
+class _NotInitialising(TorchDispatchMode):
+    """Skips the operators that fill new weights with random numbers: seconds for a large model."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLING:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_FILLING = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default, torch.ops.aten.erfinv_.default}
 
 
 def _config(name: str) -> Any:

@@ -51,6 +51,8 @@ def _small_run_refuses(module: nn.Module, shape: Sequence[int]) -> str | None:
     small[1 if dim == 2 else -1] = shape[1 if dim == 2 else -1]
     images = torch.rand(small, generator=torch.Generator().manual_seed(0))
     copied = copy.deepcopy(module).to("cpu", torch.float32)
+    for parameter in copied.parameters():  # a model that is only traced may have any numbers
+        nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
             whole = copied(images)

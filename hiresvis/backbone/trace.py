@@ -463,12 +463,14 @@ def trace_costs(
     passes = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     sliceable = _sliceable(model, chain, tracer)
     sliced: list[tuple[_Recorder, _Recorder]] = []
+    alike: dict[int, int] = {}
     if any(sliceable):
-        with _running_in_slices(fake, sliceable):
+        alike = _first_alike(passes, sliceable)
+        with _running_in_slices(fake, [sliceable[number] for number in set(alike.values())]):
             sliced = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     few, many = TRACE_BATCHES
     evaluation = Highest.through(few, tracer.evaluation(few), many, tracer.evaluation(many))
-    units, boundaries = _assemble(fake, chain, passes, sliced, sliceable)
+    units, boundaries = _assemble(fake, chain, passes, sliced, sliceable, alike)
     weights, buffers = _rounded(fake.parameters(), block), _rounded(fake.buffers(), block)
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
     with mode:
@@ -549,14 +551,32 @@ def _sliceable(model: nn.Module, chain: Chain, tracer: _Tracer) -> list[tuple[st
         if name.startswith(f"{top}.") and any(True for _ in module.children())
     }
     shapes = tracer.input_shapes(candidates)
+    answers: dict[object, str | None] = {}  # modules built alike are tried once
     found: list[tuple[str, ...]] = []
     for unit in chain.units:
         names: list[str] = []
         for name, module in candidates.items():
             inside = name.startswith(tuple(f"{top}." for top in unit.modules)) and not name.startswith(tuple(f"{one}." for one in names))
-            if inside and name in shapes and why_not(module, shapes[name]) is None:
+            if not inside or name not in shapes:
+                continue
+            kind = (type(module), repr(module), shapes[name], module.training)
+            if kind not in answers:
+                answers[kind] = why_not(module, shapes[name])
+            if answers[kind] is None:
                 names.append(name)
         found.append(tuple(names))
+    return found
+
+
+def _first_alike(passes: list[tuple[_Recorder, _Recorder]], sliceable: list[tuple[str, ...]]) -> dict[int, int]:
+    """For each unit with modules that can run in slices, the first one that behaves alike: only that one is traced so."""
+    layouts = [_Layout(stored, dropped) for stored, dropped in passes]
+    first: dict[object, int] = {}
+    found = {}
+    for number, names in enumerate(sliceable):
+        if names:
+            behaviour = (len(names), *(layout.tape(2 * number + 1).signature() for layout in layouts))
+            found[number] = first.setdefault(behaviour, number)
     return found
 
 
@@ -578,6 +598,7 @@ def _assemble(
     passes: list[tuple[_Recorder, _Recorder]],
     sliced: list[tuple[_Recorder, _Recorder]],
     sliceable: list[tuple[str, ...]],
+    alike: dict[int, int],
 ) -> tuple[tuple[UnitCosts, ...], tuple[Affine, ...]]:
     """Units with affine figures from the passes at both batch sizes; ways in slices from those in which modules ran in slices."""
     layouts = [_Layout(stored, dropped) for stored, dropped in passes]
@@ -601,10 +622,10 @@ def _assemble(
     known: dict[object, tuple[Recompute, ...]] = {}  # units that behave alike are worked out once
 
     def ways_by(tapes: tuple[Tape, ...], *, sliced: bool) -> tuple[Recompute, ...]:
-        alike = (sliced, *(tape.signature() for tape in tapes))
-        if alike not in known:
-            known[alike] = ways_of(tapes[0], tapes[1], *TRACE_BATCHES, sliced=sliced)
-        return known[alike]
+        behaviour = (sliced, *(tape.signature() for tape in tapes))
+        if behaviour not in known:
+            known[behaviour] = ways_of(tapes[0], tapes[1], *TRACE_BATCHES, sliced=sliced)
+        return known[behaviour]
 
     units = []
     for position, index in enumerate(first.kept):
@@ -626,7 +647,7 @@ def _assemble(
         if unit is not None and unit.opens_segment:
             ways = ways_by(tapes, sliced=False)
             if sliceable[index // 2]:
-                ways += ways_by(tuple(layout.tape(index) for layout in in_slices), sliced=True)
+                ways += ways_by(tuple(layout.tape(2 * alike[index // 2] + 1) for layout in in_slices), sliced=True)
         mine = gradients[unit.name] if unit else 0
         if unit is None and rest:
             mine, rest = rest, 0
