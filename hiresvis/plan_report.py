@@ -89,7 +89,7 @@ class PlanReport:
         - All of `CheckpointPlan` but `segments` and `unit_modules`: `version`, `model`, `image_size` [height, width],
           `precision`, `micro_batch`, `batch`, `accumulation`, `eval_batch`, `budget_bytes`, `predicted_peak_bytes`,
           `predicted_counted_bytes`, `recompute_fraction` (of a step's FLOPs), `stages` (phrases), `parts` (bytes by name, adding
-          up to the predicted peak), `host_bytes`, `why`.
+          up to the predicted peak), `host_bytes`, `versions` (of torch and timm), `why`.
         - `device`, `peak_at` (the moment of the peak), `stored_peak_bytes` (nothing recomputed), `waiting_fraction`.
         - `ladder`: rows with `rung`, `spacing`, `micro_batch` (0: none fits), `predicted_peak_bytes`, `recompute_fraction`,
           `images_per_second` (null: not estimated), `verdict`.

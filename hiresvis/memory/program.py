@@ -13,7 +13,7 @@ twice; the walk of `memory.peak` gives the chosen plan's exact peak.
 (Recompute with segments of any length: Chen et al. 2016; the general problem with nesting: Herrmann, Beaumont et al.,
 *Optimal checkpointing for heterogeneous chains*, 2019. Nesting here is two levels deep, the inner one unit by unit.)
 
-The grid's unit is a power of two, at most 1/4096 of the room. Within one grid more room allows every plan that less room
+The grid's unit is a power of two, at most 1/2048 of the room. Within one grid more room allows every plan that less room
 does; where the grid gets coarser, the plan of the largest room of the finer one is still considered.
 """
 
@@ -31,10 +31,10 @@ from .peak import StepSetting, find_way, offloaded_bytes
 from .plan import Segment
 
 GRID_BYTES = 4096  # the finest
-MAX_GRID_POINTS = 8192
+MAX_GRID_POINTS = 4096
 SLICES_PRICE = 0.1  # of a unit's FLOPs: bit-identity is given up only for more than that
-MAX_NESTED_UNITS = 12  # a longer nest holds more inputs than it saves
-MAX_NESTED_CHOICES = 8  # amounts of room that a nest's units are fitted to
+MAX_NESTED_UNITS = 8  # a longer nest holds more inputs than it saves
+MAX_NESTED_CHOICES = 4  # amounts of room that a nest's units are fitted to
 
 Freedom = str  # what a plan may use: recompute (segments at once), nested, keep, offload, chunk
 

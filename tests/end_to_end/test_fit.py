@@ -276,7 +276,7 @@ def test_recompute_changes_no_bit(workshop, model, more):
     workshop.fit("memory.spacing=off", *common, name="off")
     workshop.fit("memory.spacing=1", *common, name="one")
     assert workshop.read("plan.json", "off")["recompute_fraction"] == 0
-    assert workshop.read("plan.json", "one")["recompute_fraction"] > 0.2
+    assert workshop.read("plan.json", "one")["recompute_fraction"] > 0.15
     for name in ("best", "last"):
         assert_same_weights(workshop.path(f"weights/{name}.safetensors", "off"), workshop.path(f"weights/{name}.safetensors", "one"))
     if model != "test_vit":
