@@ -157,9 +157,7 @@ def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tup
     raise DataError("no image of train can be read; run hiresvis check")
 
 
-def build_model(
-    loaded: LoadedRecipe, *, num_classes: int, channels: int, with_weights: bool = True, initialise: bool = True
-) -> Backbone:
+def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_weights: bool = True, initialise: bool = True) -> Backbone:
     """The timm model of the recipe, problems placed at its lines.
 
     Args:

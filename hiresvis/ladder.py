@@ -36,9 +36,10 @@ def explain(planner: Planner, candidate: Candidate) -> str:
     """Why this plan, in one sentence with numbers."""
     limits, largest = planner.limits, planner.largest() if planner.limits.micro_batch is None else candidate.micro_batch
     share = candidate.recompute_fraction(planner.profile)
-    if candidate.recomputed_flops:
+    if candidate.cost:
         stored = planner.largest_of(store_all(planner.profile))
-        cost = f"{share:.1%} of a step's FLOPs are done twice, since with everything stored {stored or 'not one'} would fit"
+        again = f"{share:.1%} of a step's FLOPs are done twice" if share >= 0.0005 else "only norms and activations run again"
+        cost = f"{again}, since with everything stored {stored or 'not one'} would fit"
     else:
         cost = "nothing is recomputed"
     if limits.micro_batch is not None:

@@ -143,4 +143,5 @@ def test_a_budget_above_the_machine_is_the_machine_s_matter(workshop):
     """More than there is: exit 2, placed, with both numbers."""
     done = workshop.fit("memory.budget=9999TiB", ok=False)
     assert done.code == 2
-    assert re.search(r"memory\.budget +[\d.]+ [TP]iB is above the [\d.]+ [GT]iB that the \w+ device has; lower it or use auto", done.err), done.err
+    told = r"memory\.budget +[\d.]+ [TP]iB is above the [\d.]+ [GT]iB that the \w+ device has; lower it or use auto"
+    assert re.search(told, done.err), done.err
