@@ -99,7 +99,7 @@ def test_boards_are_told_apart_at_768_px_within_the_budget(tmp_path):
     """At least 95% of boards never seen, in under 25 minutes, with a budget that makes the plan recompute."""
     run = fit_pcb(tmp_path / "large")
     assert run.plan["image_size"] == [768, 768]
-    assert run.plan["recompute_fraction"] > 0
+    assert any(unit["decision"] != "store" for unit in run.plan["units"])
     assert run.plan["batch"] == 8
     assert_memory_as_predicted(run)
     assert run.test_accuracy >= 0.95

@@ -1,0 +1,132 @@
+"""Predicted against measured peak of real training steps on the CPU: many models, five plans each.
+
+    python tools/bench_peaks.py [MODEL ...] [--json FILE]
+
+Each plan is applied to the model on real tensors; one SGD step runs at the plan's micro-batch while every live storage is
+counted (rounded up to 64 bytes). Plans: everything stored, spacing 1 everywhere, and the planner's cheapest in 70%, 45% and 30%
+of the stored peak (in the least that fits, where that is more). No file is read and no weight loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hiresvis.backbone.segments import apply_segments
+from hiresvis.backbone.trace import trace_costs
+from hiresvis.device import StorageCounter
+from hiresvis.memory.costs import MemoryProfile
+from hiresvis.memory.peak import StepSetting, predict_peak
+from hiresvis.memory.plan import Segment, store_all, uniform
+from hiresvis.memory.search import Limits, Planner
+
+MODELS = (
+    ("vit_small_patch16_224", 384),
+    ("vit_base_patch16_224", 256),
+    ("vit_base_patch14_dinov2", 224),
+    ("eva02_small_patch14_224", 224),
+    ("swin_tiny_patch4_window7_224", 224),
+    ("maxvit_tiny_tf_224", 224),
+    ("convnext_tiny", 384),
+    ("convnext_base", 224),
+    ("convnextv2_tiny", 224),
+    ("resnet50", 384),
+    ("efficientnet_b3", 320),
+    ("tf_efficientnetv2_s", 256),
+    ("tf_efficientnet_lite0", 512),
+    ("resnet18", 512),
+)
+BATCH = 3
+BLOCK_BYTES = 64
+CLASSES = 10
+
+
+def make_model(name: str, px: int) -> nn.Module:
+    torch.manual_seed(0)
+    try:
+        return timm.create_model(name, num_classes=CLASSES, img_size=px).train()
+    except TypeError:
+        return timm.create_model(name, num_classes=CLASSES).train()
+
+
+def trace(model: nn.Module, name: str, px: int) -> MemoryProfile:
+    return trace_costs(
+        model,
+        name=name,
+        image_size=(px, px),
+        in_chans=3,
+        num_classes=CLASSES,
+        precision="fp32",
+        channels_last=True,
+        block=BLOCK_BYTES,
+        raw_image_bytes=0,
+        make_optimizer=lambda fake: torch.optim.SGD(fake.parameters(), lr=0.1, fused=True),
+        optimizer_name="sgd",
+    )[1]
+
+
+def measure(model: nn.Module, profile: MemoryProfile, segments: tuple[Segment, ...], px: int) -> int:
+    """Highest live bytes of one real step, weights included."""
+    model = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    handle = apply_segments(model, segments, [unit.modules for unit in profile.units])
+    counter = StorageCounter(BLOCK_BYTES)
+    counter.track([*model.parameters(), *model.buffers()])
+    with counter:
+        images = torch.rand(BATCH, 3, px, px).to(memory_format=torch.channels_last)
+        losses = nn.functional.cross_entropy(model(images).float(), torch.zeros(BATCH, dtype=torch.int64), reduction="none")
+        (losses.sum() / BATCH).backward()
+        optimizer.step()
+    handle.remove()
+    return counter.peak_bytes
+
+
+def plans(profile: MemoryProfile, setting: StepSetting) -> dict[str, tuple[Segment, ...]]:
+    stored = predict_peak(profile, store_all(profile), BATCH, setting).total_bytes
+    found = {"off": store_all(profile), "1": uniform(profile, 1)}
+    least = Planner(profile, 0, setting, Limits(batch=BATCH)).refusal(BATCH).need_bytes
+    for share in (0.7, 0.45, 0.3):
+        candidate = Planner(profile, max(int(share * stored), least), setting, Limits(batch=BATCH, micro_batch=BATCH)).best(BATCH)
+        assert candidate is not None
+        found[f"{share:.0%}"] = candidate.segments
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", help="names from the list; all when none is given")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    setting = StepSetting(accumulates=False, eval_batch=0)
+    rows = []
+    for name, px in MODELS:
+        if options.models and name not in options.models:
+            continue
+        model = make_model(name, px)
+        profile = trace(model, name, px)
+        for label, segments in plans(profile, setting).items():
+            predicted = predict_peak(profile, segments, BATCH, setting).counted_bytes
+            measured = measure(model, profile, segments, px)
+            rows.append({"model": name, "px": px, "plan": label, "predicted": predicted, "measured": measured})
+        shown = "  ".join(f"{row['plan']} {row['predicted'] / row['measured'] - 1:+.2%}" for row in rows if row["model"] == name)
+        print(f"{name + ' @' + str(px):<36} {shown}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    print(
+        f"{len(rows)} plans of {len({row['model'] for row in rows})} models: median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
