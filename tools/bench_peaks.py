@@ -123,9 +123,8 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
-    print(
-        f"{len(rows)} plans of {len({row['model'] for row in rows})} models: median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
-    )
+    models = len({row["model"] for row in rows})
+    print(f"{len(rows)} plans of {models} models: median {statistics.median(errors):.2%}, worst {max(errors):.2%}")
 
 
 if __name__ == "__main__":
