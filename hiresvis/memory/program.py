@@ -306,7 +306,7 @@ class Program:
         for way, forward, backward, cost in size.ways:
             kept = opener + way.kept.at(self.batch)
             need = max(
-                opener + self.live[index][opening_kept] + forward,
+                opener + self.live[index][True] + forward,
                 kept + size.output + backward + self.casts[index] + size.gradients,
             )
             tier: Tier = "chunk" if way.sliced else "keep" if way.keep else "recompute"
@@ -325,7 +325,7 @@ class Program:
         index = start
         while index < len(units) and units[index].recomputable and (flat or nested):
             unit, size = units[index], self.sizes[index]
-            forward = max(forward, opener + self.live[index][opening_kept if index == start else True] + size.forward_dropped)
+            forward = max(forward, opener + self.live[index][index == start] + size.forward_dropped)
             gradient = size.output + size.gradients
             if flat:
                 new_input = 0 if unit.input_id in numbers else self.boundaries[unit.input_id]
