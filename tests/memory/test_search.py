@@ -258,7 +258,7 @@ def test_more_memory_never_means_more_recompute(lab, name: str, count: int) -> N
             continue
         assert candidate.peak.total_bytes <= budget
         recomputed.append(candidate.cost)
-    assert len(recomputed) > count // 4
+    assert len(recomputed) > count // 5
     assert all(later <= earlier for earlier, later in pairwise(recomputed))
     assert recomputed[0] > recomputed[-1] == 0
 
