@@ -140,7 +140,7 @@ def _trace(key: ProfileKey) -> Entry:
     import torch
 
     from hiresvis.backbone.catalog import bare_model
-    from hiresvis.backbone.trace import trace_costs
+    from hiresvis.costing import trace_by
     from hiresvis.train.optim import build_optimizer
 
     stride = parameters = 0
@@ -148,21 +148,7 @@ def _trace(key: ProfileKey) -> Entry:
         model, stride = bare_model(key.model, key.image_size, key.in_chans)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         model.to(memory_format=torch.channels_last)
-        _, profile = trace_costs(
-            model,
-            name=key.model,
-            image_size=key.image_size,
-            in_chans=key.in_chans,
-            num_classes=key.num_classes,
-            precision=key.precision,
-            channels_last=key.channels_last,
-            block=key.block,
-            raw_image_bytes=key.raw_image_bytes,
-            make_optimizer=lambda fake: build_optimizer(fake, name="adamw", lr=1e-3),
-            optimizer_name=key.optimizer,
-            clip_grad=key.clip_grad,
-            rules=key.rules,
-        )
+        profile = trace_by(key, model, lambda fake: build_optimizer(fake, name="adamw", lr=1e-3))
     except MemoryError:
         raise
     except Exception as error:

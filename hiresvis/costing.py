@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from hiresvis import assemble, profiles
 from hiresvis.assemble import Trainable
@@ -135,28 +136,37 @@ def entry_of(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> Ent
     return Entry(profile, facts)
 
 
+def trace_by(key: ProfileKey, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> MemoryProfile:
+    """The costs that a key asks for, of its model in its training mode.
+
+    Raises:
+        ValueError: the model is no chain.
+    """
+    _, profile = trace_costs(
+        model,
+        name=key.model,
+        image_size=key.image_size,
+        in_chans=key.in_chans,
+        num_classes=key.num_classes,
+        precision=key.precision,
+        channels_last=key.channels_last,
+        block=key.block,
+        raw_image_bytes=key.raw_image_bytes,
+        make_optimizer=make_optimizer,
+        optimizer_name=key.optimizer,
+        clip_grad=key.clip_grad,
+        ema=key.ema,
+        rules=key.rules,
+    )
+    return profile
+
+
 def _trace(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> MemoryProfile:
     trainable.train_mode()
     try:
-        _, profile = trace_costs(
-            trainable.model,
-            name=key.model,
-            image_size=key.image_size,
-            in_chans=key.in_chans,
-            num_classes=key.num_classes,
-            precision=key.precision,
-            channels_last=key.channels_last,
-            block=key.block,
-            raw_image_bytes=key.raw_image_bytes,
-            make_optimizer=lambda model: assemble.make_optimizer(loaded, model, trainable.layer_decay),
-            optimizer_name=key.optimizer,
-            clip_grad=key.clip_grad,
-            ema=key.ema,
-            rules=key.rules,
-        )
+        return trace_by(key, trainable.model, lambda model: assemble.make_optimizer(loaded, model, trainable.layer_decay))
     except ValueError as error:
         raise RecipeError([loaded.problem("model.name", str(error))]) from error
-    return profile
 
 
 def card_of(device: torch.device) -> Card | None:

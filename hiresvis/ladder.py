@@ -21,15 +21,13 @@ EVAL_IMAGES = 16  # an evaluation batch above this gains nothing
 
 def with_eval_batch(planner: Planner, candidate: Candidate) -> Planner:
     """The planner with the largest evaluation batch, up to EVAL_IMAGES, that does not raise the candidate's peak."""
-    best = 1
+    best = planner
     for count in range(2, EVAL_IMAGES + 1):
-        trial = Planner(planner.profile, planner.budget_bytes, replace(planner.setting, eval_batch=count), planner.limits)
+        trial = planner.with_eval_batch(count)
         if trial.score(candidate.segments, candidate.micro_batch).peak.total_bytes > candidate.peak.total_bytes:
             break
-        best = count
-    found = Planner(planner.profile, planner.budget_bytes, replace(planner.setting, eval_batch=best), planner.limits)
-    found._program = planner._program  # which knows nothing of evaluation, and takes most of a search's time to set up
-    return found
+        best = trial
+    return best
 
 
 def explain(planner: Planner, candidate: Candidate) -> str:

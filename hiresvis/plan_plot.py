@@ -12,7 +12,7 @@ from typing import Any
 
 from hiresvis.errors import EnvironmentFailed, MissingExtra
 from hiresvis.memory.costs import MemoryProfile
-from hiresvis.memory.peak import StepSetting, _Walk, resident_bytes
+from hiresvis.memory.peak import StepSetting, Walk, resident_bytes
 from hiresvis.memory.plan import CheckpointPlan, Segment, store_all
 from hiresvis.units import GIB, MIB
 
@@ -38,16 +38,16 @@ class Level:
     live: int
 
 
-class _Course(_Walk):
+class _Course(Walk):
     """The walk that predicts the peak, every level of it kept."""
 
     def __init__(self, profile: MemoryProfile, batch: int, setting: StepSetting) -> None:
         super().__init__(profile, batch, setting)
         self.levels: list[tuple[str, int, int]] = []
 
-    def _note(self, value: int, where: str) -> None:
-        super()._note(value, where)
-        self.levels.append((where, self._saved(), value))
+    def note(self, value: int, where: str) -> None:
+        super().note(value, where)
+        self.levels.append((where, self.saved(), value))
 
 
 def levels(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int, setting: StepSetting) -> list[Level]:

@@ -10,36 +10,25 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
-import timm
 import torch
+from common import make_model, trace
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import trace_costs
 from hiresvis.memory.plan import Segment
+
+CLASSES = 10
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def attention_kept(model: nn.Module, px: int) -> tuple[list[Segment], list[tuple[str, ...]]]:
     """Every unit that can be is recomputed; those with attention keep its output (the way that keeps one product and runs once)."""
-    profile = trace_costs(
-        model,
-        name="model",
-        image_size=(px, px),
-        in_chans=3,
-        num_classes=10,
-        precision="fp32",
-        channels_last=False,
-        block=64,
-        raw_image_bytes=0,
-        make_optimizer=lambda fake: torch.optim.SGD(fake.parameters(), lr=0.1),
-        optimizer_name="sgd",
-    )[1]
+    profile = trace(model, "model", px, CLASSES, precision="fp32", block=64, channels_last=False, make_optimizer=sgd)
     segments = []
     for index, unit in enumerate(profile.units):
         kept = [way for way in unit.ways if len(way.keep) == 1 and not way.passes and not way.sliced]
@@ -56,8 +45,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    model = timm.create_model(options.model, num_classes=10, img_size=options.px).train()
+    model = make_model(options.model, options.px, CLASSES)
     segments, modules = attention_kept(model, options.px)
     images = torch.rand(options.batch, 3, options.px, options.px)
 

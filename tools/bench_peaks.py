@@ -13,17 +13,13 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 from pathlib import Path
 
-import timm
 import torch
+from common import make_model, trace
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting, predict_peak
@@ -51,34 +47,14 @@ BLOCK_BYTES = 64
 CLASSES = 10
 
 
-def make_model(name: str, px: int) -> nn.Module:
-    torch.manual_seed(0)
-    try:
-        return timm.create_model(name, num_classes=CLASSES, img_size=px).train()
-    except TypeError:
-        return timm.create_model(name, num_classes=CLASSES).train()
-
-
-def trace(model: nn.Module, name: str, px: int) -> MemoryProfile:
-    return trace_costs(
-        model,
-        name=name,
-        image_size=(px, px),
-        in_chans=3,
-        num_classes=CLASSES,
-        precision="fp32",
-        channels_last=True,
-        block=BLOCK_BYTES,
-        raw_image_bytes=0,
-        make_optimizer=lambda fake: torch.optim.SGD(fake.parameters(), lr=0.1, fused=True),
-        optimizer_name="sgd",
-    )[1]
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
 
 
 def measure(model: nn.Module, profile: MemoryProfile, segments: tuple[Segment, ...], px: int) -> int:
     """Highest live bytes of one real step, weights included."""
     model = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = sgd(model)
     handle = apply_segments(model, segments, [unit.modules for unit in profile.units])
     counter = StorageCounter(BLOCK_BYTES)
     counter.track([*model.parameters(), *model.buffers()])
@@ -112,8 +88,8 @@ def main() -> None:
     for name, px in MODELS:
         if options.models and name not in options.models:
             continue
-        model = make_model(name, px)
-        profile = trace(model, name, px)
+        model = make_model(name, px, CLASSES)
+        profile = trace(model, name, px, CLASSES, precision="fp32", block=BLOCK_BYTES, channels_last=True, make_optimizer=sgd)
         for label, segments in plans(profile, setting).items():
             predicted = predict_peak(profile, segments, BATCH, setting).counted_bytes
             measured = measure(model, profile, segments, px)

@@ -18,22 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import timm
 import torch
+from common import make_model, trace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from hiresvis.backbone.flops import forward_flops
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy, trace_costs
+from hiresvis.backbone.trace import fake_copy
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
@@ -65,13 +62,8 @@ HOST = Host(total_bytes=64 * GIB, link_bytes_per_s=25e9, flops_per_s=0.45 * 165e
 CLASSES = 1000
 
 
-def make_model(name: str, px: int) -> nn.Module:
-    """The published model in training mode at this image side."""
-    torch.manual_seed(0)
-    try:
-        return timm.create_model(name, num_classes=CLASSES, img_size=px).train()
-    except TypeError:
-        return timm.create_model(name, num_classes=CLASSES).train()
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
 
 
 class _Flops(TorchDispatchMode):
@@ -130,27 +122,11 @@ def apply(profile: MemoryProfile, candidate: Candidate) -> Callable[[nn.Module],
     return lambda model: apply_segments(model, candidate.segments, [unit.modules for unit in profile.units])
 
 
-def trace(model: nn.Module, name: str, px: int) -> MemoryProfile:
-    return trace_costs(
-        model,
-        name=name,
-        image_size=(px, px),
-        in_chans=3,
-        num_classes=CLASSES,
-        precision="bf16",
-        channels_last=False,
-        block=BLOCK_BYTES,
-        raw_image_bytes=0,
-        make_optimizer=lambda fake: torch.optim.AdamW(fake.parameters(), fused=True),
-        optimizer_name="adamw",
-    )[1]
-
-
 def bench(name: str, px: int, budget: int) -> dict[str, object]:
     """One row: timm's and the planner's figures."""
-    model = make_model(name, px)
+    model = make_model(name, px, CLASSES)
     started = time.monotonic()
-    profile = trace(model, name, px)
+    profile = trace(model, name, px, CLASSES, precision="bf16", block=BLOCK_BYTES, channels_last=False, make_optimizer=adamw)
     trace_s = time.monotonic() - started
     capped = profile.max_batch
     profile = replace(profile, max_batch=Limits(batch=None).most)  # timm's side is not held to it either

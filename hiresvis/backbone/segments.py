@@ -191,7 +191,9 @@ class _Frame:
         if self.unit_places:
             self.requires_grad.append(tensor.requires_grad)
         self.unit_places.append(len(self.places))
-        self.random.append(None if self.fake else _RandomState(self.device))
+        # Reruns begin at the segment's input, and in a nest at any unit's.
+        wanted = not self.fake and (self.segment.passes or not self.random)
+        self.random.append(_RandomState(self.device) if wanted else None)
 
     def finish(self) -> None:
         """The first forward is over: random states that nobody drew from are forgotten, and what is offloaded leaves."""

@@ -460,17 +460,17 @@ def trace_costs(
     if len(chain.units) < 2:
         raise ValueError(f"{name} is no chain of modules: only {len(chain.units)} found that hand a tensor on; nothing can be planned")
     tracer = _Tracer(mode, fake, chain, setting)
-    passes = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
+    layouts = [_Layout(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     sliceable = _sliceable(model, chain, tracer)
-    sliced: list[tuple[_Recorder, _Recorder]] = []
+    in_slices: list[_Layout] = []
     alike: dict[int, int] = {}
     if any(sliceable):
-        alike = _first_alike(passes, sliceable)
+        alike = _first_alike(layouts, sliceable)
         with _running_in_slices(fake, [sliceable[number] for number in set(alike.values())]):
-            sliced = [(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
+            in_slices = [_Layout(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     few, many = TRACE_BATCHES
     evaluation = Highest.through(few, tracer.evaluation(few), many, tracer.evaluation(many))
-    units, boundaries = _assemble(fake, chain, passes, sliced, sliceable, alike)
+    units, boundaries = _assemble(fake, chain, layouts, in_slices, sliceable, alike)
     weights, buffers = _rounded(fake.parameters(), block), _rounded(fake.buffers(), block)
     gradients = _rounded((p for p in fake.parameters() if p.requires_grad), block)
     with mode:
@@ -491,7 +491,7 @@ def trace_costs(
         ema=weights + buffers if ema else 0,
         evaluation=evaluation,
         block_size=block,
-        max_batch=_max_batch(Highest.through(few, passes[0][0].elements, many, passes[1][0].elements)),
+        max_batch=_max_batch(Highest.through(few, layouts[0].first.elements, many, layouts[1].first.elements)),
         versions={"torch": torch.__version__, "timm": timm.__version__},
     )
 
@@ -568,9 +568,8 @@ def _sliceable(model: nn.Module, chain: Chain, tracer: _Tracer) -> list[tuple[st
     return found
 
 
-def _first_alike(passes: list[tuple[_Recorder, _Recorder]], sliceable: list[tuple[str, ...]]) -> dict[int, int]:
+def _first_alike(layouts: list[_Layout], sliceable: list[tuple[str, ...]]) -> dict[int, int]:
     """For each unit with modules that can run in slices, the first one that behaves alike: only that one is traced so."""
-    layouts = [_Layout(stored, dropped) for stored, dropped in passes]
     first: dict[object, int] = {}
     found = {}
     for number, names in enumerate(sliceable):
@@ -595,14 +594,12 @@ def _running_in_slices(model: nn.Module, sliceable: list[tuple[str, ...]]) -> It
 def _assemble(
     model: nn.Module,
     chain: Chain,
-    passes: list[tuple[_Recorder, _Recorder]],
-    sliced: list[tuple[_Recorder, _Recorder]],
+    layouts: list[_Layout],
+    in_slices: list[_Layout],
     sliceable: list[tuple[str, ...]],
     alike: dict[int, int],
 ) -> tuple[tuple[UnitCosts, ...], tuple[Affine, ...]]:
-    """Units with affine figures from the passes at both batch sizes; ways in slices from those in which modules ran in slices."""
-    layouts = [_Layout(stored, dropped) for stored, dropped in passes]
-    in_slices = [_Layout(stored, dropped) for stored, dropped in sliced]
+    """Units with affine figures from the traces at both batch sizes; ways in slices from those in which modules ran in slices."""
     first = layouts[0]
     modules = dict(model.named_modules())
     owned: set[int] = set()

@@ -197,6 +197,11 @@ class _Replay:
         self.rest_first = np.concatenate(([0], tape.backward_first)) + correction
         self.rest_more = np.concatenate(([0], tape.backward_more)) + correction
         self.dropped = np.asarray(tape.dropped, dtype=np.int64)
+        self.released = [tape.released.get(index, moments) for index in range(self.last)]  # by place
+        self.latest: dict[int, int] = {}  # release of the last place that holds a storage
+        for place, released in zip(tape.places, self.released, strict=True):
+            if place.storage is not None:
+                self.latest[place.storage] = max(self.latest.get(place.storage, 0), released)
 
     def kept_storages(self, keep: Sequence[int]) -> set[int]:
         return {number for index in keep for number in self.tape.products[index].outputs}
@@ -224,47 +229,38 @@ class _Replay:
         for number in kept:
             if (died := self.tape.died.get(number)) is not None:
                 forward[died:] += self.tape.sizes[number]
-        backward_first = self._backward(kept, borders, self.rest_first)
-        backward_more = self._backward(kept, borders, self.rest_more)
-        return _Figures(self.kept_bytes(keep), forward.tolist(), backward_first, backward_more, *self.again(keep, borders))
+        first, more = (np.concatenate(self._backward(kept, borders, rest)).tolist() for rest in (self.rest_first, self.rest_more))
+        return _Figures(self.kept_bytes(keep), forward.tolist(), first, more, *self.again(keep, borders))
 
     def peak(self, keep: Sequence[int], borders: Sequence[int]) -> int:
         """The highest level in backward, what is kept included."""
-        return max(self._backward(self.kept_storages(keep), borders, self.rest_first)) + self.kept_bytes(keep)
+        levels = self._backward(self.kept_storages(keep), borders, self.rest_first)
+        return max(int(part.max()) for part in levels) + self.kept_bytes(keep)
 
-    def _backward(self, kept: set[int], borders: Sequence[int], rest: np.ndarray) -> list[int]:
+    def _backward(self, kept: set[int], borders: Sequence[int], rest: np.ndarray) -> list[np.ndarray]:
+        """Levels of each pass, in the order in which they run, and of backward itself."""
         tape = self.tape
         held = np.zeros(self.moments, dtype=np.int64)  # recomputed saved tensors, by moment of the backward
-        levels: list[int] = []
+        levels: list[np.ndarray] = []
         groups = self.groups(borders)
-        latest = self._latest_release()
         passes = sorted((self._asked(group), group) for group in groups)
         for asked, (start, end) in passes:
-            copies = {place.storage for place in tape.places[start:end] if place.storage in tape.sizes and place.storage not in kept}
+            copies: dict[int, int] = {}  # what this pass makes again and backward holds, by the moment of its release
+            for place, released in zip(tape.places[start:end], self.released[start:end], strict=True):
+                if place.storage is not None and place.storage in tape.sizes and place.storage not in kept:
+                    copies[place.storage] = max(copies.get(place.storage, 0), released)
             # A pass runs when the first of its saved tensors is asked for; what backward holds then stays beside it.
             beside = int(rest[asked] + held[asked])
-            levels.extend((self._pass(kept, start, end) + beside).tolist())
-            for number in copies:
-                assert number is not None
-                released = max(
-                    tape.released.get(index, self.moments) for index in range(start, end) if tape.places[index].storage == number
-                )
-                if released == latest[number]:
-                    released = max(released, tape.gone.get(number, released))
-                held[asked + 1 : released + 1] += tape.sizes[number]
-        levels.extend((rest + held).tolist())
+            levels.append(self._pass(kept, start, end) + beside)
+            for number, released in copies.items():
+                until = max(released, tape.gone.get(number, released)) if released == self.latest[number] else released
+                held[asked + 1 : until + 1] += tape.sizes[number]
+        levels.append(rest + held)
         return levels
 
     def _asked(self, group: tuple[int, int]) -> int:
         moments = [self.tape.unpacked[index] for index in range(*group) if index in self.tape.unpacked]
         return min(moments, default=self.moments - 1)
-
-    def _latest_release(self) -> dict[int, int]:
-        latest: dict[int, int] = {}
-        for index, place in enumerate(self.tape.places):
-            if place.storage is not None:
-                latest[place.storage] = max(latest.get(place.storage, 0), self.tape.released.get(index, self.moments))
-        return latest
 
     def _pass(self, kept: set[int], start: int, end: int) -> np.ndarray:
         """Live bytes of a second run up to saved tensor `end`, which keeps those from `start` on."""

@@ -73,7 +73,7 @@ class Highest:
         """
         if len(levels_a) != len(levels_b):
             levels_a, levels_b = [max(levels_a, default=0)], [max(levels_b, default=0)]
-        lines = {Affine.through(batch_a, a, batch_b, b) for a, b in zip(levels_a, levels_b, strict=True)}
+        lines = {Affine.through(batch_a, a, batch_b, b) for a, b in set(zip(levels_a, levels_b, strict=True))}
         rest = sorted(lines, key=lambda line: (line.base + line.slope, line.slope))  # by height at one image
         highest: list[Affine] = []
         while rest:

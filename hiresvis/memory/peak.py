@@ -55,7 +55,7 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
         micro_batch: images in one forward.
         setting: accumulation, evaluation batch, baseline and reserve.
     """
-    walk = _Walk(profile, micro_batch, setting)
+    walk = Walk(profile, micro_batch, setting)
     for segment in segments:
         walk.forward(segment)
     for segment in reversed(segments):
@@ -107,7 +107,7 @@ def offloaded_bytes(profile: MemoryProfile, segment: Segment, batch: int) -> int
     return profile.units[segment.start].input.at(batch) + (way.kept.at(batch) if way else 0)
 
 
-class _Walk:
+class Walk:
     """The state of one forward and backward: what is kept, and the highest value so far (above the resident bytes)."""
 
     def __init__(self, profile: MemoryProfile, batch: int, setting: StepSetting) -> None:
@@ -148,12 +148,14 @@ class _Walk:
         _, before = self._pop()
         self._push(interior, before if boundaries is None else boundaries)
 
-    def _saved(self, extra: Iterable[int] = ()) -> int:
+    def saved(self, extra: Iterable[int] = ()) -> int:
+        """Bytes kept for backward, each boundary once, `extra` boundaries included."""
         return self.kept_bytes + sum(self.sizes[number] for number in set(extra) if not self.holders[number])
 
-    def _note(self, value: int, where: str) -> None:
+    def note(self, value: int, where: str) -> None:
+        """A level that the step reaches, above the resident bytes."""
         if value > self.peak:
-            self.peak, self.where, self.peak_gradients, self.peak_saved = value, where, self.gradients, self._saved()
+            self.peak, self.where, self.peak_gradients, self.peak_saved = value, where, self.gradients, self.saved()
 
     def forward(self, segment: Segment) -> None:
         units = self.profile.units[segment.start : segment.end]
@@ -163,8 +165,8 @@ class _Walk:
             self._push(0, frozenset((units[0].input_id,)))
         for unit in units:
             excess = unit.forward_stored if stored else way.forward if way else unit.forward_dropped
-            live = self._saved(unit.held) + self.casts + self.gradients + self.in_transfer
-            self._note(live + excess.at(self.batch), f"forward of {unit.name}")
+            live = self.saved(unit.held) + self.casts + self.gradients + self.in_transfer
+            self.note(live + excess.at(self.batch), f"forward of {unit.name}")
             self.casts += unit.cast
             if stored:
                 self.stored_casts += unit.cast
@@ -202,8 +204,8 @@ class _Walk:
         output_gradient = units[-1].output.at(self.batch)
         casts = self.stored_casts
         for unit in units:
-            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
-            self._note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
+            live = self.saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
+            self.note(live + unit.forward_stored.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
             self._push(unit.interior.at(self.batch), frozenset(unit.saves))
         for index in reversed(range(segment.start, segment.end)):
@@ -217,16 +219,16 @@ class _Walk:
         output_gradient = units[-1].output.at(self.batch)
         casts = self.stored_casts
         for unit in units[:-1]:
-            live = self._saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
-            self._note(live + unit.forward_dropped.at(self.batch), f"recompute of {unit.name}")
+            live = self.saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
+            self.note(live + unit.forward_dropped.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
             self._push(0, frozenset((unit.output_id,)))
         casts = self.stored_casts
         for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
             way = find_way(unit, segment, passes)
             excess = way.backward_more if self.setting.accumulates else way.backward_first
-            live = self._saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
-            self._note(live + excess.at(self.batch), f"recompute and backward of {unit.name}")
+            live = self.saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
+            self.note(live + excess.at(self.batch), f"recompute and backward of {unit.name}")
             if not self.setting.accumulates:
                 self.gradients += unit.parameter_gradients
             if unit is not units[0]:
@@ -235,7 +237,7 @@ class _Walk:
     def _backward_of(self, index: int, casts: int) -> None:
         unit = self.profile.units[index]
         excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-        live = self._saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
-        self._note(live + excess.at(self.batch), f"backward of {unit.name}")
+        live = self.saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
+        self.note(live + excess.at(self.batch), f"backward of {unit.name}")
         if not self.setting.accumulates:
             self.gradients += unit.parameter_gradients

@@ -112,7 +112,14 @@ class Planner:
         self.profile, self.budget_bytes, self.setting, self.limits = profile, budget_bytes, setting, limits
         self.best = lru_cache(maxsize=None)(self._best)
         self.anything = lru_cache(maxsize=None)(self._anything)
+        self._simple_ones = lru_cache(maxsize=None)(self._score_simple_ones)
         self._program = lru_cache(maxsize=64)(self._make_program)
+
+    def with_eval_batch(self, count: int) -> Planner:
+        """The same search with another evaluation batch. What took time to set up is shared, for it knows nothing of evaluation."""
+        found = Planner(self.profile, self.budget_bytes, replace(self.setting, eval_batch=count), self.limits)
+        found._program = self._program
+        return found
 
     def _setting(self, micro_batch: int) -> StepSetting:
         batch = self.limits.batch
@@ -148,9 +155,8 @@ class Planner:
 
     def _anything(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
         """Some plan that fits at this micro-batch, pins respected; not the cheapest."""
-        found = self._simple_ones(micro_batch)
+        found = [candidate for candidate in self._simple_ones(micro_batch) if self.fits(candidate)]
         if self._pinned() is None:
-            found = [candidate for candidate in found if self.fits(candidate)]
             freedom = allow or self.limits.allowed
             found = found or self._searched(micro_batch, freedom, Program.least_kept)
             if "offload" in freedom and not any(self.fits(candidate) for candidate in found):
@@ -159,7 +165,7 @@ class Planner:
 
     def _best(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
         """The cheapest plan that fits at this micro-batch, pins respected."""
-        found = self._simple_ones(micro_batch)
+        found = list(self._simple_ones(micro_batch))
         if self._pinned() is None:
             freedom = allow or self.limits.allowed
             found.extend(self._searched(micro_batch, freedom, Program.cheapest))
@@ -192,9 +198,9 @@ class Planner:
                 break
         return found
 
-    def _simple_ones(self, micro_batch: int) -> list[Candidate]:
+    def _score_simple_ones(self, micro_batch: int) -> tuple[Candidate, ...]:
         pinned = self._pinned()
-        return [self.score(segments, micro_batch) for segments in ([pinned] if pinned is not None else self._simple())]
+        return tuple(self.score(segments, micro_batch) for segments in ([pinned] if pinned is not None else self._simple()))
 
     def _pinned(self) -> tuple[Segment, ...] | None:
         spacing = self.limits.spacing
@@ -281,7 +287,7 @@ class Planner:
         return found
 
     def ladder(self) -> tuple[Rung, ...]:
-        """For spacing off, then smaller and smaller spacing, then the best mix: the largest micro-batch that fits.
+        """For spacing off, then smaller and smaller spacing, the best mix, and each finer tier: the largest micro-batch that fits.
 
         A uniform spacing that gives the same segments as a larger one is left out.
         """
@@ -292,7 +298,6 @@ class Planner:
             if segments in seen:
                 continue
             seen.add(segments)
-
             largest = self.largest_of(segments)
             rungs.append(Rung(spacing=name, candidate=self.score(segments, max(1, largest)), fits=largest > 0))
         if self._pinned() is None:
