@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -20,20 +19,15 @@ from hiresvis.data.sources import Datasets
 from hiresvis.data.transforms import Pipeline
 from hiresvis.device import block_bytes, budget
 from hiresvis.errors import RecipeError
-from hiresvis.ladder import unit_rows
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.cards import Card, find_card
 from hiresvis.memory.costs import MemoryProfile
-from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
 from hiresvis.memory.timing import HOST_BYTES
 from hiresvis.profiles import Entry, Facts, ProfileKey
 from hiresvis.recipe import LoadedRecipe, Resolution
-from hiresvis.run.events import LadderRow, to_json
 from hiresvis.settle import complete, key_of, limits_of, settle_costs
-from hiresvis.train.finder import MeasuredPeak
 
-PLAN_FORMAT = 1
 _HOST_SHARE = 0.5  # of the host's free memory; the loader's workers need the rest
 
 
@@ -180,34 +174,3 @@ def card_of(device: torch.device) -> Card | None:
 def free_host_bytes() -> int:
     """Memory of this host that may hold what is offloaded."""
     return min(HOST_BYTES, int(psutil.virtual_memory().available * _HOST_SHARE))
-
-
-def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
-    """plan.json: the plan to apply again, and what people and the report want to know of it."""
-    return {
-        "version": PLAN_FORMAT,
-        "model": plan.model,
-        "image_size": plan.image_size,
-        "precision": plan.precision,
-        "batch": plan.batch,
-        "micro_batch": plan.micro_batch,
-        "accumulation": plan.accumulation,
-        "eval_batch": plan.eval_batch,
-        "norm": parts.trainable.norm,
-        "budget_bytes": plan.budget_bytes,
-        "capacity_bytes": parts.budget.capacity_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "measured": {
-            "resident_peak_bytes": measured.peak_bytes,
-            "counted_peak_bytes": measured.counted_bytes,
-            "predicted_counted_bytes": plan.predicted_counted_bytes,
-            "baseline_bytes": measured.base_bytes,
-        },
-        "recompute_fraction": plan.recompute_fraction,
-        "parts": dict(plan.parts),
-        "stages": plan.stages,
-        "units": unit_rows(parts.profile, plan),
-        "ladder": [to_json(row) for row in ladder],
-        "why": plan.why,
-        "checkpoint_plan": plan.to_json(),
-    }

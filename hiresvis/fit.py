@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +22,17 @@ from safetensors.torch import load_file
 
 from hiresvis import assemble
 from hiresvis.backbone.segments import PlanHandle, apply_plan
-from hiresvis.costing import Parts, make_parts, plan_json
+from hiresvis.costing import Parts, make_parts
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RunFolderError
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
+from hiresvis.resume import fingerprints, plan_json, refuse_other_classes, refuse_other_contract, refuse_other_data, refuse_other_plan
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
@@ -144,7 +144,7 @@ class _Run:
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
         written = plan_json(parts, plan, finder.found.measured, finder.found.ladder)
-        self.folder.write_json("plan.json", {**written, "data": _fingerprints(parts.datasets)})
+        self.folder.write_json("plan.json", {**written, "data": fingerprints(parts.datasets)})
         for event in self.early:
             self.folder.record(event)
         yield from self._train(parts, step, plan, settled, finder.found.measured.counted_bytes)
@@ -163,11 +163,7 @@ class _Run:
         refuse_changes(changed, self.loaded, self.folder.root)
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
-        if parts.precision != plan.precision:
-            raise RunFolderError(
-                f"{self.folder.root}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
-                "Resume with the run's own recipe, or start a new run."
-            )
+        refuse_other_plan(plan, parts, self.folder.root)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan)
         for change in changed:
@@ -212,9 +208,9 @@ class _Run:
         """Data, contract, model and costs; told as they come."""
         loaded = self.loaded
         datasets = assemble.read_datasets(loaded, self.resolution)
-        if before is not None and before.classes != datasets.classes:
-            raise RunFolderError(_class_difference(before.classes, datasets.classes, loaded.run_dir))
-        _refuse_other_data(data_before or {}, datasets, loaded.run_dir)
+        if before is not None:
+            refuse_other_classes(before, datasets.classes, loaded.run_dir)
+        refuse_other_data(data_before or {}, datasets, loaded.run_dir)
         yield from _tell_passed_over(datasets)
         if isinstance(loaded.recipe.train.batch, int):
             assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch)
@@ -226,8 +222,8 @@ class _Run:
         for note in backbone.notes:
             yield Notice(level="info", text=note)
         contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
-        if before is not None and contract != before:
-            raise RunFolderError(_contract_difference(before, contract, loaded.run_dir))
+        if before is not None:
+            refuse_other_contract(before, contract, loaded.run_dir)
         if before is None:
             yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
             stopped = "stopped while checking the data; nothing was trained"
@@ -550,30 +546,6 @@ class _Settled:
     workers: int
 
 
-def _fingerprints(datasets: Datasets) -> dict[str, Any]:
-    """Of the splits that decide what is trained and which weights are best."""
-    return {"train": datasets.train.fingerprint(), "val": datasets.val.fingerprint()}
-
-
-def _refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:
-    """Other images than those that the run was begun with.
-
-    Args:
-        before: fingerprints; empty where the run wrote none.
-
-    Raises:
-        RunFolderError: a split is another.
-    """
-    said = []
-    for name, now in _fingerprints(datasets).items():
-        then = before.get(name, now)
-        if then != now:
-            what = "as many, with other names or classes" if then["files"] == now["files"] else f"{now['files']} now"
-            said.append(f"data.{name}: {then['files']} files when the run was begun, {what}")
-    if said:
-        raise RunFolderError(f"{folder}: {'; '.join(said)}. Resume with the run's own data, or start a new run: log.dir=NEW_FOLDER")
-
-
 def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:
     """Files that were taken for no images, by split: a whole folder of GIFs must not vanish in silence."""
     for name, split in datasets.splits().items():
@@ -586,22 +558,6 @@ def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:
 def _passed_over(datasets: Datasets) -> dict[str, int]:
     """The same, all splits together."""
     return dict(sum((Counter(split.skipped_extensions) for split in datasets.splits().values()), Counter[str]()))
-
-
-def _class_difference(before: tuple[str, ...], now: tuple[str, ...], folder: Path) -> str:
-    gone = [name for name in before if name not in now]
-    new = [name for name in now if name not in before]
-    what = "; ".join(part for part in (f"missing: {', '.join(gone)}" if gone else "", f"new: {', '.join(new)}" if new else "") if part)
-    return (
-        f"{folder}: the run knows the classes {', '.join(before)}, and the data now has {', '.join(now)} ({what or 'another order'}). "
-        "Resume with the run's own data, or start a new run."
-    )
-
-
-def _contract_difference(before: Contract, now: Contract, folder: Path) -> str:
-    old, new = before.to_json(), now.to_json()
-    differ = "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])
-    return f"{folder}: images would be read otherwise than the run has read them ({differ}). Resume with the run's own recipe."
 
 
 def _short(value: Any) -> str:

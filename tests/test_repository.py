@@ -23,7 +23,8 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing"), 4),
     **dict.fromkeys(("assemble", "settle", "plan_report"), 5),
     **dict.fromkeys(("costing", "api"), 6),
-    **dict.fromkeys(("verify", "catalog", "planning", "fit", "checking", "inference", "cli", "__main__"), 7),
+    "resume": 7,
+    **dict.fromkeys(("verify", "catalog", "planning", "fit", "checking", "inference", "cli", "__main__"), 8),
 }
 COMMANDS = ("catalog", "planning", "fit", "checking", "inference")
 # Library -> the parts that may import it. Others may import what they like.

@@ -113,6 +113,7 @@ class _Interval:
     input_number: int | None = None
     output_number: int | None = None
     input_gradient: bool = False
+    keeps_shape: bool = False  # a unit's output is of its input's kind
     products: list[Product] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     born: dict[int, int] = field(default_factory=dict)  # storages made here, by the forward moment they came, and went
@@ -270,11 +271,16 @@ def fake_copy(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
         return mode, copy.deepcopy(model)
 
 
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
 @contextmanager
 def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator[None]:
     """Move the recorder from interval to interval as the model's modules are called."""
     modules = dict(model.named_modules())
     handles = []
+    inputs: dict[int, object] = {}
 
     def begin(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -283,6 +289,7 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             before, unit = recorder.intervals[2 * index], recorder.intervals[2 * index + 1]
             unit.input_number = before.output_number = recorder.number(tensor)
             unit.input_gradient = tensor.requires_grad
+            inputs[index] = _kind_of(tensor)
             if tensor.requires_grad and before.operators:
                 tensor.register_hook(lambda _: recorder.enter_backward(2 * index))
             recorder.enter(2 * index + 1)
@@ -295,6 +302,7 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             assert tensor is not None
             number = recorder.number(tensor)
             recorder.intervals[2 * index + 1].output_number = recorder.intervals[2 * index + 2].input_number = number
+            recorder.intervals[2 * index + 1].keeps_shape = inputs.pop(index) == _kind_of(tensor)
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
             recorder.enter(2 * index + 2)
@@ -466,7 +474,7 @@ def trace_costs(
     alike: dict[int, int] = {}
     if any(sliceable):
         alike = _first_alike(layouts, sliceable)
-        with _running_in_slices(fake, [sliceable[number] for number in set(alike.values())]):
+        with _running_in_slices(fake, chain, sliceable, set(alike.values()), layouts[0]):
             in_slices = [_Layout(tracer.stored(batch), tracer.dropped(batch)) for batch in TRACE_BATCHES]
     few, many = TRACE_BATCHES
     evaluation = Highest.through(few, tracer.evaluation(few), many, tracer.evaluation(many))
@@ -580,15 +588,29 @@ def _first_alike(layouts: list[_Layout], sliceable: list[tuple[str, ...]]) -> di
 
 
 @contextmanager
-def _running_in_slices(model: nn.Module, sliceable: list[tuple[str, ...]]) -> Iterator[None]:
-    modules = [model.get_submodule(name) for names in sliceable for name in names]
-    for module in modules:
-        module.__dict__["forward"] = partial(run_in_slices, module, module.forward)
+def _running_in_slices(
+    model: nn.Module, chain: Chain, sliceable: list[tuple[str, ...]], wanted: set[int], layout: _Layout
+) -> Iterator[None]:
+    """The wanted units' modules run in slices; other units only hand on a tensor of the right kind where that is what they make."""
+    replaced = []
+    for number, unit in enumerate(chain.units):
+        if number in wanted:
+            for module in map(model.get_submodule, sliceable[number]):
+                module.__dict__["forward"] = partial(run_in_slices, module, module.forward)
+                replaced.append(module)
+        elif len(unit.modules) == 1 and layout.first.intervals[2 * number + 1].keeps_shape:
+            module = model.get_submodule(unit.name)
+            module.__dict__["forward"] = _hand_on
+            replaced.append(module)
     try:
         yield
     finally:
-        for module in modules:
+        for module in replaced:
             del module.__dict__["forward"]
+
+
+def _hand_on(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return value.clone()
 
 
 def _assemble(

@@ -1,0 +1,125 @@
+"""What a run keeps to be resumed by, beside its snapshot: plan.json; and what a resume holds against it: data, contract, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hiresvis.backbone.match import check_plan
+from hiresvis.costing import Parts
+from hiresvis.data.contract import Contract
+from hiresvis.data.sources import Datasets
+from hiresvis.errors import RunFolderError
+from hiresvis.ladder import unit_rows
+from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.run.events import LadderRow, to_json
+from hiresvis.train.finder import MeasuredPeak
+
+PLAN_FORMAT = 1
+
+
+def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
+    """plan.json: the plan to apply again, and what people and the report want to know of it."""
+    return {
+        "version": PLAN_FORMAT,
+        "model": plan.model,
+        "image_size": plan.image_size,
+        "precision": plan.precision,
+        "batch": plan.batch,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "eval_batch": plan.eval_batch,
+        "norm": parts.trainable.norm,
+        "budget_bytes": plan.budget_bytes,
+        "capacity_bytes": parts.budget.capacity_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured": {
+            "resident_peak_bytes": measured.peak_bytes,
+            "counted_peak_bytes": measured.counted_bytes,
+            "predicted_counted_bytes": plan.predicted_counted_bytes,
+            "baseline_bytes": measured.base_bytes,
+        },
+        "recompute_fraction": plan.recompute_fraction,
+        "parts": dict(plan.parts),
+        "stages": plan.stages,
+        "units": unit_rows(parts.profile, plan),
+        "ladder": [to_json(row) for row in ladder],
+        "why": plan.why,
+        "checkpoint_plan": plan.to_json(),
+    }
+
+
+def fingerprints(datasets: Datasets) -> dict[str, Any]:
+    """Of the splits that decide what is trained and which weights are best."""
+    return {"train": datasets.train.fingerprint(), "val": datasets.val.fingerprint()}
+
+
+def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:
+    """Other images than those that the run was begun with.
+
+    Args:
+        before: fingerprints; empty where the run wrote none.
+
+    Raises:
+        RunFolderError: a split is another.
+    """
+    said = []
+    for name, now in fingerprints(datasets).items():
+        then = before.get(name, now)
+        if then != now:
+            what = "as many, with other names or classes" if then["files"] == now["files"] else f"{now['files']} now"
+            said.append(f"data.{name}: {then['files']} files when the run was begun, {what}")
+    if said:
+        raise RunFolderError(f"{folder}: {'; '.join(said)}. Resume with the run's own data, or start a new run: log.dir=NEW_FOLDER")
+
+
+def refuse_other_classes(before: Contract, classes: tuple[str, ...], folder: Path) -> None:
+    """Other classes than the run's, or the same in another order.
+
+    Raises:
+        RunFolderError: which are missing and which are new.
+    """
+    if before.classes == classes:
+        return
+    gone = [name for name in before.classes if name not in classes]
+    new = [name for name in classes if name not in before.classes]
+    what = "; ".join(part for part in (f"missing: {', '.join(gone)}" if gone else "", f"new: {', '.join(new)}" if new else "") if part)
+    raise RunFolderError(
+        f"{folder}: the run knows the classes {', '.join(before.classes)}, and the data now has {', '.join(classes)} "
+        f"({what or 'another order'}). Resume with the run's own data, or start a new run."
+    )
+
+
+def refuse_other_contract(before: Contract, now: Contract, folder: Path) -> None:
+    """Images that would be read otherwise than the run has read them.
+
+    Raises:
+        RunFolderError: each value that was and is.
+    """
+    old, new = before.to_json(), now.to_json()
+    differ = "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])
+    if differ:
+        raise RunFolderError(
+            f"{folder}: images would be read otherwise than the run has read them ({differ}). Resume with the run's own recipe."
+        )
+
+
+def refuse_other_plan(plan: CheckpointPlan, parts: Parts, folder: Path) -> None:
+    """A plan that does not hold for what is there now: another precision, other trained parameters, another torch or timm.
+
+    Raises:
+        RunFolderError: what differs.
+    """
+    if parts.precision != plan.precision:
+        raise RunFolderError(
+            f"{folder}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
+            "Resume with the run's own recipe, or start a new run."
+        )
+    try:
+        check_plan(parts.trainable.model, plan)
+    except ValueError as error:
+        raise RunFolderError(
+            f"{folder}: the run's plan does not hold here: {error}; that is, start a new run (log.dir=NEW_FOLDER), from this one's weights "
+            f"if you like (model.pretrained={folder / 'weights_best.safetensors'}), or resume with the libraries it was begun with."
+        ) from error
