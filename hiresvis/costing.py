@@ -39,6 +39,7 @@ class Parts:
     contract: Contract
     trainable: Trainable
     profile: MemoryProfile
+    key: ProfileKey
     budget: Budget
     limits: Limits
     precision: str
@@ -69,10 +70,11 @@ def make_parts(
     raw = assemble.raw_image(contract, datasets, pipeline)
     limits = limits_of(loaded, card_of(device), precision, free_host_bytes())
     frozen: dict[str, Trainable] = {}
+    keys: dict[str, ProfileKey] = {}
 
     def cost(kind: str) -> tuple[MemoryProfile, Facts]:
         trainable = frozen[kind] = assemble.freeze_parts(loaded, resolution, backbone, norm=kind)
-        key = key_of(
+        key = keys[kind] = key_of(
             loaded,
             in_chans=contract.channels,
             num_classes=len(contract.classes),
@@ -94,7 +96,8 @@ def make_parts(
     )
     if loaded.recipe.memory.budget == "auto":
         resolution.set("memory.budget", costs.budget.total_bytes, costs.budget.why)
-    return Parts(datasets, contract, frozen[costs.norm], costs.profile, costs.budget, limits, precision, pipeline, raw)
+    norm = costs.norm
+    return Parts(datasets, contract, frozen[norm], costs.profile, keys[norm], costs.budget, limits, precision, pipeline, raw)
 
 
 def tracer(loaded: LoadedRecipe, resolution: Resolution, *, classes: Sequence[str], channels: int) -> Callable[[ProfileKey], Entry]:
@@ -169,6 +172,11 @@ def card_of(device: torch.device) -> Card | None:
         return find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     except RecipeError:
         return None
+
+
+def device_name(device: torch.device) -> str:
+    """What times on this device are kept under."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else profiles.cpu_name()
 
 
 def free_host_bytes() -> int:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hiresvis import assemble
+from hiresvis import assemble, profiles
 from hiresvis.backbone.segments import PlanHandle, apply_plan
-from hiresvis.costing import Parts, make_parts
+from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
@@ -127,11 +127,14 @@ class _Run:
             remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
             check=lambda plan: self._refuse_lone_images(parts, plan) if lone else None,
             stop=self.stop,
+            unit_seconds=profiles.read_seconds(parts.key, device_name(self.device)),
         )
         yield self._started(parts, batch=limits.batch, resumed_from_epoch=None)
         yield from self._autos()
         yield from finder.find()
         assert finder.found is not None
+        if finder.unit_seconds:
+            profiles.write_seconds(parts.key, device_name(self.device), finder.unit_seconds)
         plan = finder.found.plan
         yield from self._warn_of_small_batches(parts, plan)
         self._settle_plan(plan)

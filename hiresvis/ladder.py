@@ -11,8 +11,8 @@ from hiresvis.errors import DoesNotFit
 from hiresvis.memory.budget import RESERVE_SHARE
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import offloaded_bytes
-from hiresvis.memory.plan import CheckpointPlan, NoPlan, store_all
-from hiresvis.memory.search import Candidate, Limits, Planner, Rung
+from hiresvis.memory.plan import CheckpointPlan, NoPlan, Segment, store_all, uniform
+from hiresvis.memory.search import FREEDOMS, Candidate, Limits, Planner, Rung
 from hiresvis.run.events import LadderRow
 from hiresvis.units import GIB, MIB, format_size
 
@@ -73,6 +73,19 @@ def ladder_rows(planner: Planner, rungs: tuple[Rung, ...], chosen: Candidate) ->
     name = next((rung.spacing for rung in rungs if rung.candidate == chosen), finest_tier(chosen))
     rows.append(_row(planner, len(rows), name, chosen, chosen.micro_batch, "chosen"))
     return tuple(rows)
+
+
+def segments_of(planner: Planner, row: LadderRow, chosen: Candidate) -> tuple[Segment, ...] | None:
+    """The segments behind a row; the planner remembers those that it searched."""
+    if row.verdict.startswith("chosen"):
+        return chosen.segments
+    if row.spacing == "off":
+        return store_all(planner.profile)
+    if row.spacing.isdecimal():
+        return uniform(planner.profile, int(row.spacing))
+    allow = dict(FREEDOMS).get(row.spacing)
+    found = planner.best(row.micro_batch, allow) if allow and row.micro_batch else None
+    return None if found is None else found.segments
 
 
 def finest_tier(candidate: Candidate) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.ladder import unit_rows
+from hiresvis.ladder import segments_of, unit_rows
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.plan import CheckpointPlan, Segment, store_all, uniform
-from hiresvis.memory.program import waiting_flops
-from hiresvis.memory.search import FREEDOMS, Candidate, Planner
+from hiresvis.memory.plan import CheckpointPlan, Segment, store_all
+from hiresvis.memory.prices import waiting_flops
+from hiresvis.memory.search import Candidate, Planner
 from hiresvis.memory.timing import Rates, images_per_second, run_seconds
 from hiresvis.plan_stages import TREATMENTS, StageRow, stage_rows, word_of
 from hiresvis.run.events import LadderRow, to_json
@@ -232,7 +232,7 @@ def make_report(
         planner: what made the plan and the ladder.
         candidate: the chosen plan with its numbers; plan: the same, frozen.
         ladder: its rows, from `hiresvis.ladder.ladder_rows`.
-        rates: what training reaches of the device's data sheet; None: not known.
+        rates: what training reaches of the device's data sheet, or was measured there; None: not known.
         device: the card's name, or "cpu".
         num_train: training images; None: not known.
         price_per_hour: of the device, in whatever currency.
@@ -246,8 +246,8 @@ def make_report(
     name = "this CPU" if device.lower() == "cpu" else device
     basis = f"no rate is known for {name}: not estimated"
     if rates is not None:
-        basis = f"estimated from the data-sheet rates of {name}"
-    waiting = sum(waiting_flops(profile, segment, planner.limits.host) for segment in plan.segments)
+        basis = "estimated from what each unit took here" if rates.pace else f"estimated from the data-sheet rates of {name}"
+    waiting = sum(waiting_flops(profile, segment, planner.limits.prices.host) for segment in plan.segments)
     seconds = None if rate is None or num_train is None else run_seconds(num_train, epochs, rate)
     run = RunEstimate(
         images_per_second=rate,
@@ -275,23 +275,10 @@ def make_report(
 
 def _with_rate(planner: Planner, row: LadderRow, chosen: Candidate, batch: int, rates: Rates | None) -> LadderRow:
     """The row with its estimated images per second; None where nothing fits or no rate is known."""
-    segments = _segments_of(planner, row, chosen)
+    segments = segments_of(planner, row, chosen)
     if not row.micro_batch or segments is None:
         return row
     return replace(row, images_per_second=_rate(planner.profile, segments, row.micro_batch, batch, rates))
-
-
-def _segments_of(planner: Planner, row: LadderRow, chosen: Candidate) -> tuple[Segment, ...] | None:
-    """The segments behind a row; the planner remembers those that it searched."""
-    if row.verdict.startswith("chosen"):
-        return chosen.segments
-    if row.spacing == "off":
-        return store_all(planner.profile)
-    if row.spacing.isdecimal():
-        return uniform(planner.profile, int(row.spacing))
-    allow = dict(FREEDOMS).get(row.spacing)
-    found = planner.best(row.micro_batch, allow) if allow and row.micro_batch else None
-    return None if found is None else found.segments
 
 
 def _rate(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int, batch: int, rates: Rates | None) -> float | None:

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import NoPlan
 from hiresvis.memory.search import Limits, Planner
-from hiresvis.memory.timing import HOST_BYTES, rates_of
+from hiresvis.memory.timing import HOST_BYTES, measured_rates, priced_by, rates_of
 from hiresvis.plan_report import PlanReport, make_report
 from hiresvis.profiles import Entry, Facts, ProfileKey, Rules
 from hiresvis.recipe import LoadedRecipe, Resolution
@@ -41,6 +41,7 @@ class _Target:
         budget: what may be used there, given the costs.
         card: its data sheet; None: there is none.
         host_bytes: memory of the host that may hold what is offloaded.
+        timed_as: the name under which times of this device are kept; None: a card that is not here.
     """
 
     device: str
@@ -50,6 +51,7 @@ class _Target:
     budget: Callable[[MemoryProfile, Facts], Budget]
     card: Card | None = None
     host_bytes: int = HOST_BYTES
+    timed_as: str | None = None
 
 
 def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = None, price: float | None = None) -> PlanReport:
@@ -69,7 +71,12 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
     listing = look_at_data(loaded, resolution)
     target = _card_target(loaded, gpu, budget) if gpu is not None else _target_here(loaded, budget)
     limits = limits_of(loaded, target.card, target.precision, target.host_bytes)
-    costs = _costs(loaded, resolution, listing, target, limits)
+    costs, key = _costs(loaded, resolution, listing, target, limits)
+    rates = None if target.card is None else rates_of(target.card, target.precision)
+    seconds = None if target.timed_as is None else profiles.read_seconds(key, target.timed_as)
+    if seconds:
+        rates = measured_rates(costs.profile, seconds)
+        limits = replace(limits, prices=priced_by(limits.prices, rates))
     eval_batch = loaded.recipe.train.eval_batch
     setting = StepSetting(
         accumulates=False,
@@ -89,7 +96,7 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
         candidate,
         planner.plan(candidate, explain(planner, candidate)),
         ladder_rows(planner, planner.ladder(), candidate),
-        rates=None if target.card is None else rates_of(target.card, target.precision),
+        rates=rates,
         device=target.device,
         num_train=listing.num_train,
         epochs=loaded.recipe.train.epochs,
@@ -98,8 +105,9 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
     )
 
 
-def _costs(loaded: LoadedRecipe, resolution: Resolution, listing: Listing, target: _Target, limits: Limits) -> Costs:
-    """The costs on this target, from disk or traced now."""
+def _costs(loaded: LoadedRecipe, resolution: Resolution, listing: Listing, target: _Target, limits: Limits) -> tuple[Costs, ProfileKey]:
+    """The costs on this target, from disk or traced now, and what they are kept under."""
+    keys: dict[str, ProfileKey] = {}
 
     @cache
     def trace() -> Callable[[ProfileKey], Entry]:
@@ -108,7 +116,7 @@ def _costs(loaded: LoadedRecipe, resolution: Resolution, listing: Listing, targe
         return tracer(loaded, resolution, classes=listing.classes, channels=listing.channels)
 
     def cost(norm: str) -> tuple[MemoryProfile, Facts]:
-        key = key_of(
+        key = keys[norm] = key_of(
             loaded,
             in_chans=listing.channels,
             num_classes=len(listing.classes),
@@ -120,7 +128,8 @@ def _costs(loaded: LoadedRecipe, resolution: Resolution, listing: Listing, targe
         )
         return complete(loaded, profiles.read_or_trace(key, lambda: trace()(key)))
 
-    return settle_costs(loaded, resolution, loaded.recipe.model.norm, cost, target.budget, limits)
+    costs = settle_costs(loaded, resolution, loaded.recipe.model.norm, cost, target.budget, limits)
+    return costs, keys[costs.norm]
 
 
 def _card_target(loaded: LoadedRecipe, gpu: str, budget: str | None) -> _Target:
@@ -163,6 +172,7 @@ def _target_here(loaded: LoadedRecipe, budget: str | None) -> _Target:
         budget=lambda profile, _: device.budget(here, wanted, profile.weights + profile.buffers, elsewhere=True),
         card=costing.card_of(here),
         host_bytes=costing.free_host_bytes(),
+        timed_as=costing.device_name(here),
     )
 
 
@@ -178,7 +188,7 @@ def _cpu_target(loaded: LoadedRecipe, limit_bytes: int) -> _Target:
 
     wanted = loaded.recipe.memory.precision
     precision = "fp32" if wanted == "auto" else wanted
-    return _Target(device="CPU", precision=precision, block=CPU_BLOCK_BYTES, rules="cpu", budget=limit)
+    return _Target(device="CPU", precision=precision, block=CPU_BLOCK_BYTES, rules="cpu", budget=limit, timed_as=profiles.cpu_name())
 
 
 def _parsed(budget: str) -> str | int | float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -165,6 +166,36 @@ def write(key: ProfileKey, entry: Entry) -> None:
     path = path_of(key)
     with suppress(EnvironmentFailed, OSError):
         write_text(path, json_text({"key": asdict(key), **entry.to_json()}))
+        _forget_oldest(path.parent)
+
+
+def cpu_name() -> str:
+    """This machine's processor, as times on it are kept: what decides them besides its load."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"CPU {platform.machine()} {platform.processor()} {cores} {os.environ.get('OMP_NUM_THREADS', '')}"
+
+
+def _seconds_path(key: ProfileKey, device: str) -> Path:
+    return cache_folder() / "seconds" / f"{hashlib.sha256(f'{key.digest()} {device}'.encode()).hexdigest()[:32]}.json"
+
+
+def read_seconds(key: ProfileKey, device: str) -> dict[int, float] | None:
+    """What each unit's forward took on that device, as it was measured once; None where it was not.
+
+    Times vary from run to run. Those measured first are kept, so that the same recipe finds the same plan again.
+    """
+    try:
+        rows = json.loads(_seconds_path(key, device).read_bytes())["seconds"]
+        return {int(index): float(seconds) for index, seconds in rows.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_seconds(key: ProfileKey, device: str, seconds: Mapping[int, float]) -> None:
+    """Keeps times for `read_seconds`."""
+    path = _seconds_path(key, device)
+    with suppress(EnvironmentFailed, OSError):
+        write_text(path, json_text({"key": asdict(key), "device": device, "seconds": {str(index): s for index, s in seconds.items()}}))
         _forget_oldest(path.parent)
 
 

@@ -15,6 +15,7 @@ from hiresvis.memory.cards import Card
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import NoPlan
+from hiresvis.memory.prices import Prices
 from hiresvis.memory.search import Limits, Planner
 from hiresvis.memory.timing import HOST_BYTES, host_of, rates_of
 from hiresvis.profiles import Entry, Facts, ProfileKey, Rules
@@ -48,8 +49,8 @@ def limits_of(loaded: LoadedRecipe, card: Card | None, precision: str, host_byte
 
 def limits_on(limits: Limits, card: Card, precision: str, host_bytes: int = HOST_BYTES) -> Limits:
     """The limits with what a card's data sheet adds: how it weighs memory traffic, and the host behind it."""
-    rates = rates_of(card, precision)
-    return replace(limits, host=host_of(card, precision, host_bytes), flops_per_byte=rates.flops_per_s / rates.memory_bytes_per_s)
+    host, rates = host_of(card, precision, host_bytes), rates_of(card, precision)
+    return replace(limits, prices=Prices(host=host, flops_per_byte=rates.flops_per_byte))
 
 
 def key_of(

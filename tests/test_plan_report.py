@@ -17,7 +17,7 @@ from hiresvis.errors import EnvironmentFailed, MissingExtra
 from hiresvis.ladder import explain, ladder_rows
 from hiresvis.memory.peak import StepSetting, predict_peak, resident_bytes
 from hiresvis.memory.plan import CheckpointPlan, NoPlan, Segment, store_all
-from hiresvis.memory.program import Host
+from hiresvis.memory.prices import Host, Prices
 from hiresvis.memory.search import Limits, Planner
 from hiresvis.memory.timing import Rates, images_per_second
 from hiresvis.plan_plot import levels
@@ -53,7 +53,7 @@ def chain(hand: ModuleType, **changes: object):
 
 
 def report_of(profile, budget_bytes: int, *, rates: Rates | None = RATES, host: Host | None = None, **changes: object) -> PlanReport:
-    limits = Limits(batch=4, host=host)
+    limits = Limits(batch=4, prices=Prices(host=host))
     planner = Planner(profile, budget_bytes, StepSetting(accumulates=False, eval_batch=1, baseline_bytes=3 * MIB), limits)
     candidate = planner.choose()
     assert not isinstance(candidate, NoPlan)

@@ -34,7 +34,7 @@ from hiresvis.backbone.trace import fake_copy
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.program import Host, waiting_flops
+from hiresvis.memory.prices import Host, Prices, waiting_flops
 from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.units import GIB, MIB, parse_size
 
@@ -146,7 +146,7 @@ def bench(name: str, px: int, budget: int) -> dict[str, object]:
     setting = StepSetting(accumulates=False, eval_batch=1)
 
     def planner(total: int, exact: str, host: Host | None, **limits: object) -> Planner:
-        return Planner(profile, total, setting, Limits(**{"batch": None, "exact": exact, "host": host, **limits}))  # type: ignore[arg-type]
+        return Planner(profile, total, setting, Limits(**{"batch": None, "exact": exact, "prices": Prices(host=host), **limits}))  # type: ignore[arg-type]
 
     for exact in ("bitwise", "close"):
         for label, host in (("", None), ("+offload", HOST)):

@@ -178,6 +178,12 @@ class UnitCosts:
     sliceable: tuple[str, ...]
     ways: tuple[Recompute, ...]
 
+    @property
+    def num_runs(self) -> int:
+        """Forwards that a step's work on the unit amounts to: its backward is two where the input needs a gradient too, one where only
+        its weights do, none where all is frozen."""
+        return 1 + int(self.input_gradient) + int(self.parameter_gradients > 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
@@ -248,13 +254,8 @@ class MemoryProfile:
 
     @property
     def step_flops(self) -> int:
-        """FLOPs of one image's forward and backward: a unit's backward costs twice its forward where its input
-        needs a gradient too, once where only its weights do, nothing where all is frozen."""
-        total = 0
-        for unit in self.units:
-            backward = int(unit.input_gradient) + int(unit.parameter_gradients > 0)
-            total += unit.flops.slope * (1 + backward)
-        return total
+        """FLOPs of one image's forward and backward."""
+        return sum(unit.num_runs * unit.flops.slope for unit in self.units)
 
 
 def _unit_from_json(row: Mapping[str, Any]) -> UnitCosts:

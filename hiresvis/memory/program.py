@@ -21,37 +21,22 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .costs import MemoryProfile, Recompute, Tier, UnitCosts
-from .peak import StepSetting, find_way, offloaded_bytes
+from .costs import MemoryProfile, Recompute, Tier
+from .peak import StepSetting, offloaded_bytes
 from .plan import Segment
+from .prices import Prices, waiting_flops
 
 GRID_BYTES = 4096  # the finest
 MAX_GRID_POINTS = 4096
-SLICES_PRICE = 0.1  # of a unit's FLOPs: bit-identity is given up only for more than that
 MAX_NESTED_UNITS = 8  # a longer nest holds more inputs than it saves
 MAX_NESTED_CHOICES = 4  # amounts of room that a nest's units are fitted to
 
 Freedom = str  # what a plan may use: recompute (segments at once), nested, keep, offload, chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """Host memory that inputs can be offloaded to, and what waiting for it costs.
-
-    Attributes:
-        total_bytes: what may be used there.
-        link_bytes_per_s: bandwidth in each direction.
-        flops_per_s: the device's rate, which says how much of a transfer hides behind compute.
-    """
-
-    total_bytes: int
-    link_bytes_per_s: float
-    flops_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +44,7 @@ class Option:
     """One way to go from `segment.start` to `segment.end`.
 
     Attributes:
-        cost: what the option adds to a step per image, in FLOPs (`segment_cost`), and one to settle ties.
+        cost: what the option adds to a step per image, in FLOPs (`Prices.of_segment`), and one to settle ties.
         opening_kept: the boundary at the start must be kept already; closing_kept: the one at the end is, afterwards.
         added: bytes kept from then on; need: highest bytes above those kept before.
     """
@@ -72,60 +57,6 @@ class Option:
     need: int
 
 
-def segment_flops(profile: MemoryProfile, segment: Segment) -> int:
-    """FLOPs per image that the plan runs again for this segment; a second run ends with its last saved tensor."""
-    units = profile.units[segment.start : segment.end]
-    if segment.tier == "store":
-        return 0
-    if segment.passes:
-        again = sum(unit.flops.slope for unit in units[:-1])
-        return again + sum(find_way(unit, segment, passes).flops.slope for unit, passes in zip(units, segment.passes, strict=True))
-    saving = [index for index, unit in enumerate(units) if saves_anything(unit)]
-    if not saving:
-        return 0  # frozen: backward asks for nothing
-    return sum(unit.flops.slope for unit in units[: saving[-1]]) + units[saving[-1]].flops_to_save.slope
-
-
-def segment_traffic(profile: MemoryProfile, segment: Segment) -> int:
-    """Bytes per image that the segment's second runs read and write."""
-    units = profile.units[segment.start : segment.end]
-    if segment.tier == "store" or not any(saves_anything(unit) for unit in units):
-        return 0
-    if segment.passes:
-        again = sum(unit.traffic.slope for unit in units[:-1])
-        return again + sum(find_way(unit, segment, passes).traffic.slope for unit, passes in zip(units, segment.passes, strict=True))
-    return sum(unit.traffic.slope for unit in units)
-
-
-def saves_anything(unit: UnitCosts) -> bool:
-    """Whether autograd keeps anything of the unit; a frozen one never runs again."""
-    return bool(unit.interior.slope or unit.interior.base or unit.saves or unit.ways)
-
-
-def segment_cost(profile: MemoryProfile, segment: Segment, host: Host | None, flops_per_byte: float) -> int:
-    """What a segment adds to a step, per image, in FLOPs: work done again, its memory traffic, and waiting for the host."""
-    again = segment_flops(profile, segment) + int(flops_per_byte * segment_traffic(profile, segment))
-    units = profile.units[segment.start : segment.end]
-    sliced = sum(slices_price(unit) for unit in units if segment.slices and set(unit.sliceable) <= set(segment.slices))
-    return again + sliced + waiting_flops(profile, segment, host)
-
-
-def slices_price(unit: UnitCosts) -> int:
-    """What running a unit's modules in slices is held to cost beyond its work, per image."""
-    return int(SLICES_PRICE * unit.flops.slope) if unit.sliceable else 0
-
-
-def waiting_flops(profile: MemoryProfile, segment: Segment, host: Host | None) -> int:
-    """What a segment's transfers cost beyond what hides behind its own compute, per image, in FLOPs of the device."""
-    if segment.tier != "offload":
-        return 0
-    assert host is not None, "a plan with offload needs to know the host"
-    moved = offloaded_bytes(profile, segment, 1) / host.link_bytes_per_s * host.flops_per_s
-    forward = sum(profile.units[index].flops.slope for index in range(segment.start, segment.end))
-    backward = 2 * forward + segment_flops(profile, segment)
-    return int(max(0.0, moved - forward) + max(0.0, moved - backward))
-
-
 class Program:
     """The options of one micro-batch in so much room, and the two programs over them.
 
@@ -135,9 +66,8 @@ class Program:
         room: the most bytes for activations, gradients and interiors (the budget less what is resident) that will be asked for.
         setting: whether gradients persist.
         allow: what plans may use.
-        host: where offloaded tensors go; None: no offload.
+        prices: how work is weighed, and where offloaded tensors go.
         host_price: cost per offloaded byte, to keep within the host's memory.
-        flops_per_byte: FLOPs that the device does while it moves a byte to or from its memory.
         thorough: prepare for `cheapest`; without, only for `least_kept`, to which a nest's dearer choices mean nothing.
     """
 
@@ -148,15 +78,14 @@ class Program:
         room: int,
         setting: StepSetting,
         allow: Collection[Freedom],
-        host: Host | None = None,
+        prices: Prices,
         host_price: float = 0.0,
-        flops_per_byte: float = 1.0,
         *,
         thorough: bool = True,
     ) -> None:
         self.profile, self.batch, self.room, self.setting = profile, batch, room, setting
         self.thorough = thorough
-        self.allow, self.host, self.host_price, self.flops_per_byte = allow, host, host_price, flops_per_byte
+        self.allow, self.prices, self.host_price = allow, prices, host_price
         self.images_id = profile.units[0].input_id
         self.casts = [0]
         for unit in profile.units:
@@ -214,9 +143,9 @@ class Program:
                 return finer
         return found
 
-    def cost(self, segments: Iterable[Segment]) -> int:
+    def cost(self, segments: Sequence[Segment]) -> int:
         """What these segments add to a step, per image, in FLOPs."""
-        return sum(segment_cost(self.profile, segment, self.host, self.flops_per_byte) for segment in segments)
+        return self.prices.of(self.profile, segments)
 
     def _cheapest(self, room: int, grid: int) -> tuple[Segment, ...] | None:
         if room <= 0:
@@ -338,7 +267,7 @@ class Program:
                 need = max(forward, base + again + gradient, base + back)
                 if index > start or not unit.ways:
                     segment = Segment(start, index + 1, "recompute")
-                    cost = segment_cost(self.profile, segment, None, self.flops_per_byte) + 1
+                    cost = self.prices.of_segment(self.profile, segment) + 1
                     yield Option(segment, cost, opening_kept, False, opener, need)
                 # A longer segment needs more, but for what its second run finds there: its output's gradient, and later units'.
                 flat = need - gradient <= self.room
@@ -373,7 +302,7 @@ class Program:
         segment = replace(option.segment, tier="offload")
         neighbour = self.sizes[max(0, segment.start - 1)].input
         price = int(self.host_price * offloaded_bytes(self.profile, segment, 1))
-        cost = option.cost + waiting_flops(self.profile, segment, self.host) + price
+        cost = option.cost + waiting_flops(self.profile, segment, self.prices.host) + price
         return Option(segment, cost, option.opening_kept, False, 0, option.need + max(neighbour, option.added))
 
 
@@ -386,13 +315,14 @@ class _Sizes:
         self.forward_stored, self.forward_dropped = unit.forward_stored.at(batch), unit.forward_dropped.at(batch)
         self.backward = (unit.backward_more if setting.accumulates else unit.backward_first).at(batch)
         self.gradients = program.profile.gradients if setting.accumulates else program.later_gradients[index + 1]
-        self.work = unit.flops.slope + int(program.flops_per_byte * unit.traffic.slope)
+        prices = program.prices
+        self.work = prices.work(index, unit.flops.slope, unit.traffic.slope)
         self.ways: list[tuple[Recompute, int, int, int]] = []  # with their bytes forward and backward, and their cost
         for way in unit.ways:
             asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}
             if all(freedom in program.allow for freedom, asked in asks.items() if asked):
                 excess = way.backward_more if setting.accumulates else way.backward_first
-                cost = way.flops.slope + int(program.flops_per_byte * way.traffic.slope) + (slices_price(unit) if way.sliced else 0)
+                cost = prices.work(index, way.flops.slope, way.traffic.slope) + (prices.of_slices(unit, index) if way.sliced else 0)
                 self.ways.append((way, way.forward.at(batch), excess.at(batch), cost))
 
 

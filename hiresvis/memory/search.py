@@ -8,14 +8,15 @@ the walk of `memory.peak` its exact peak; where the walk sees more than the prog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 
 from .costs import MemoryProfile
 from .peak import PredictedPeak, StepSetting, offloaded_bytes, predict_peak, resident_bytes
 from .plan import CheckpointPlan, NoPlan, Segment, describe_stages, store_all, uniform
-from .program import Freedom, Host, Program, segment_cost, segment_flops
+from .prices import Prices, segment_flops
+from .program import Freedom, Program
 
 UNIFORM_SPACINGS = (4, 2, 1)
 # What plans may use, by rung of the ladder: each adds a finer tier. The last two need leave: `exact: close`, and a host.
@@ -42,9 +43,9 @@ class Limits:
         goal: largest (micro-batch first) or fastest (least work for the batch first).
         most: a micro-batch never tried above this.
         exact: "bitwise" or "close"; with "close" tiers are allowed that reassociate sums.
-        flops_per_byte: FLOPs that the device does while it moves a byte to or from its memory; of a named GPU the ratio of its
-            rates. The default only settles ties, so that recomputed FLOPs fall as the budget rises.
-        host: memory that inputs can be offloaded to; None: there is none (a CPU, whose own memory is the device's).
+        prices: how work is weighed: of a named GPU by the ratio of its rates, of the device at hand by what its units took. The
+            default counts FLOPs, and traffic only to settle ties. With a host, plans may offload to its memory (not on a CPU, whose
+            own memory is the device's).
     """
 
     batch: int | None
@@ -53,13 +54,12 @@ class Limits:
     goal: str = "largest"
     most: int = 4096
     exact: str = "close"
-    host: Host | None = None
-    flops_per_byte: float = 1.0
+    prices: Prices = field(default_factory=Prices)
 
     @property
     def allowed(self) -> frozenset[Freedom]:
         """All that plans may use."""
-        forbidden = {*(() if self.exact == "close" else ("chunk",)), *(() if self.host is not None else ("offload",))}
+        forbidden = {*(() if self.exact == "close" else ("chunk",)), *(() if self.prices.host is not None else ("offload",))}
         return FREEDOMS[-1][1] - forbidden
 
 
@@ -129,7 +129,7 @@ class Planner:
         room = self._room(micro_batch)
         limits = self.limits
         setting = self._setting(micro_batch)
-        return Program(self.profile, micro_batch, room, setting, allow, limits.host, host_price, limits.flops_per_byte, thorough=thorough)
+        return Program(self.profile, micro_batch, room, setting, allow, limits.prices, host_price, thorough=thorough)
 
     def _room(self, micro_batch: int) -> int:
         setting = self._setting(micro_batch)
@@ -144,13 +144,14 @@ class Planner:
             micro_batch=micro_batch,
             peak=peak,
             recomputed_flops=recomputed_flops(self.profile, segments),
-            cost=sum(segment_cost(self.profile, segment, self.limits.host, self.limits.flops_per_byte) for segment in segments),
+            cost=self.limits.prices.of(self.profile, segments),
             host_bytes=host_bytes(self.profile, segments, micro_batch),
         )
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the predicted peak is within the budget, and what is offloaded within the host's memory."""
-        within_host = not candidate.host_bytes or (self.limits.host is not None and candidate.host_bytes <= self.limits.host.total_bytes)
+        host = self.limits.prices.host
+        within_host = not candidate.host_bytes or (host is not None and candidate.host_bytes <= host.total_bytes)
         return candidate.peak.total_bytes <= self.budget_bytes and within_host
 
     def _anything(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:

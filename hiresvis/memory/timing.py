@@ -2,8 +2,8 @@
 
 A unit's forward takes the longer of its arithmetic and its memory traffic; its backward as often as long as it has kinds of
 gradients to make (`MemoryProfile.step_flops` counts alike). What is run again, and what offloaded tensors are waited for,
-comes on top. Estimates compare plans and cards; only a measured step says how fast a machine is, and `measured_rates`
-scales the model to one.
+comes on top. Estimates compare plans and cards. Of the device at hand, `measured_rates` makes rates and each unit's pace out
+of what the units' forwards took there.
 
 (Roofline: Williams, Waterman, Patterson, 2009. It overlaps a unit's arithmetic with all of its traffic, which is more than
 any machine does; `cards.EFFICIENCY` was fitted with that included.)
@@ -11,18 +11,20 @@ any machine does; `cards.EFFICIENCY` was fitted with that included.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 from hiresvis.units import GIB
 
 from .cards import EFFICIENCY, MEMORY_EFFICIENCY, Card
-from .costs import MemoryProfile, UnitCosts
+from .costs import MemoryProfile
 from .plan import Segment
-from .program import Host, segment_flops, segment_traffic, waiting_flops
+from .prices import Host, Prices, runs_again, waiting_flops
 
 HOST_BYTES = 64 * GIB  # where the host's memory is not known
+_LEAST_SHARE = 0.005  # of a forward's time, below which a unit says nothing of the device's rates
+_FASTEST = 20.0  # times the average rate, which arithmetic is never taken to exceed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +35,23 @@ class Rates:
         flops_per_s: multiply-adds times two.
         memory_bytes_per_s: its own memory, reads and writes together.
         link_bytes_per_s: to and from host memory, each.
+        pace: of each unit, where units were timed: its time over that of its arithmetic and its traffic one after the other.
     """
 
     flops_per_s: float
     memory_bytes_per_s: float = inf
     link_bytes_per_s: float = inf
+    pace: tuple[float, ...] = ()
 
     @property
     def flops_per_byte(self) -> float:
         """FLOPs done while one byte is read or written."""
         return self.flops_per_s / self.memory_bytes_per_s
+
+    def seconds(self, index: int, flops: float, traffic: float) -> float:
+        """What so many FLOPs and bytes of unit `index` take."""
+        arithmetic, moving = flops / self.flops_per_s, traffic / self.memory_bytes_per_s
+        return self.pace[index] * (arithmetic + moving) if self.pace else max(arithmetic, moving)
 
 
 def rates_of(card: Card, precision: str) -> Rates:
@@ -70,14 +79,19 @@ def host_of(card: Card, precision: str, total_bytes: int = HOST_BYTES) -> Host |
     return Host(total_bytes=total_bytes, link_bytes_per_s=card.link_bytes_per_s, flops_per_s=flops_per_s)
 
 
+def priced_by(prices: Prices, rates: Rates) -> Prices:
+    """The prices on a device of these rates."""
+    host = None if prices.host is None else replace(prices.host, flops_per_s=rates.flops_per_s)
+    return Prices(host=host, flops_per_byte=rates.flops_per_byte, pace=rates.pace)
+
+
 def step_seconds(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int, rates: Rates) -> float:
     """Seconds of one micro-batch's forward and backward under a plan. Pure."""
     seconds = 0.0
-    for unit in profile.units:
-        passes = 1 + int(unit.input_gradient) + int(unit.parameter_gradients > 0)
-        seconds += passes * _forward_seconds(unit, micro_batch, rates)
+    for index, unit in enumerate(profile.units):
+        seconds += unit.num_runs * rates.seconds(index, unit.flops.at(micro_batch), unit.traffic.at(micro_batch))
     for segment in segments:
-        seconds += _again_seconds(profile, segment, micro_batch, rates)
+        seconds += micro_batch * sum(rates.seconds(*again) for again in runs_again(profile, segment))
         seconds += _waiting_seconds(profile, segment, micro_batch, rates)
     return seconds
 
@@ -102,36 +116,30 @@ def run_seconds(num_train: int, epochs: int, images_per_second: float) -> float:
     return num_train * epochs / images_per_second
 
 
-def measured_rates(
-    profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int, seconds: float, like: Rates | None = None
-) -> Rates:
-    """Rates with which this plan's forward and backward take the seconds they were measured to take.
+def measured_rates(profile: MemoryProfile, seconds: Mapping[int, float]) -> Rates:
+    """The device's rates by what units' forwards took there: the two that fit best, and of each unit how far it is from them.
 
     Args:
-        seconds: of one micro-batch's forward and backward.
-        like: rates whose proportions hold; None: arithmetic alone takes time.
+        seconds: of one image's forward, by the unit's index. What is not there (operators between units) goes at the rates.
     """
-    like = Rates(flops_per_s=1.0) if like is None else like
-    scale = step_seconds(profile, segments, micro_batch, like) / seconds
-    return Rates(
-        flops_per_s=like.flops_per_s * scale,
-        memory_bytes_per_s=like.memory_bytes_per_s * scale,
-        link_bytes_per_s=like.link_bytes_per_s * scale,
-    )
-
-
-def _forward_seconds(unit: UnitCosts, batch: int, rates: Rates) -> float:
-    return max(unit.flops.at(batch) / rates.flops_per_s, unit.traffic.at(batch) / rates.memory_bytes_per_s)
-
-
-def _again_seconds(profile: MemoryProfile, segment: Segment, batch: int, rates: Rates) -> float:
-    """Seconds of what the plan runs again for a segment; of several units, their forward's time in proportion to the FLOPs."""
-    flops, traffic = segment_flops(profile, segment), segment_traffic(profile, segment)
-    units = profile.units[segment.start : segment.end]
-    forward = sum(unit.flops.slope for unit in units)
-    if len(units) == 1 or not flops or not forward:
-        return batch * max(flops / rates.flops_per_s, traffic / rates.memory_bytes_per_s)
-    return flops / forward * sum(_forward_seconds(unit, batch, rates) for unit in units)
+    total = sum(seconds.values())
+    rows = [(profile.units[index], taken) for index, taken in seconds.items() if taken >= _LEAST_SHARE * total]
+    # Least squares of the relative errors of a * FLOPs + b * bytes, neither below zero.
+    points = [(unit.flops.slope / taken, unit.traffic.slope / taken) for unit, taken in rows]
+    ff, ft, tt = (sum(a * b for a, b in pairs) for pairs in ([(f, f) for f, _ in points], points, [(t, t) for _, t in points]))
+    f, t = sum(f for f, _ in points), sum(t for _, t in points)
+    determinant = ff * tt - ft * ft
+    a, b = ((f * tt - t * ft) / determinant, (t * ff - f * ft) / determinant) if determinant > 0 else (f / ff, 0.0)
+    if b <= 0:
+        a, b = f / ff, 0.0
+    least = total / max(1, sum(unit.flops.slope for unit in profile.units)) / _FASTEST  # arithmetic is never quite free
+    if a < least:
+        a, b = least, max(0.0, (t - least * ft) / tt)
+    pace = [1.0] * len(profile.units)
+    for index, taken in seconds.items():
+        expected = a * profile.units[index].flops.slope + b * profile.units[index].traffic.slope
+        pace[index] = taken / expected if expected else 1.0
+    return Rates(flops_per_s=1 / a, memory_bytes_per_s=1 / b if b else inf, pace=tuple(pace))
 
 
 def _waiting_seconds(profile: MemoryProfile, segment: Segment, batch: int, rates: Rates) -> float:

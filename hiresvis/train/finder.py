@@ -10,7 +10,7 @@ halved and the plan stays. Afterwards weights, buffers, optimizer, gradients, mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,14 +19,16 @@ import torch
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import PeakMeter, StorageCounter, is_out_of_memory, release
 from hiresvis.errors import DoesNotFit
-from hiresvis.ladder import explain, ladder_rows, refusal, with_eval_batch
+from hiresvis.ladder import explain, ladder_rows, refusal, segments_of, with_eval_batch
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import CheckpointPlan, NoPlan
 from hiresvis.memory.search import Candidate, Limits, Planner
+from hiresvis.memory.timing import measured_rates, priced_by
 from hiresvis.run.events import Event, LadderRow, Notice, PlanChosen
 from hiresvis.train.evaluate import eval_mode
+from hiresvis.train.pace import time_units
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.units import format_size
@@ -94,6 +96,7 @@ class Finder:
         remedies: given the need and the budget, what would help when nothing fits.
         check: raises what speaks against a plan, before it runs.
         stop: asked for a stop.
+        unit_seconds: what one image's forward takes by unit, where that is known; else it is measured, and found here afterwards.
     """
 
     def __init__(
@@ -109,11 +112,13 @@ class Finder:
         remedies: Callable[[NoPlan], tuple[str, ...]] = lambda _: (),
         check: Callable[[CheckpointPlan], None] = lambda _: None,
         stop: StopRequest | None = None,
+        unit_seconds: Mapping[int, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.step, self.train_mode, self.profile, self.budget, self.limits = step, train_mode, profile, budget, limits
         self.raw_image, self.eval_batch, self.remedies, self.check = raw_image, eval_batch, remedies, check
         self.stop = StopRequest() if stop is None else stop
+        self.unit_seconds = unit_seconds
         self.clock = clock
         self.most_bytes = budget.total_bytes - budget.reserve_bytes // 4  # training decodes images beside what a probe does
         self.found: Found | None = None
@@ -127,6 +132,7 @@ class Finder:
         """
         reserve = self.budget.reserve_bytes
         measured: MeasuredPeak | None = None
+        self._weigh_by_time()
         for attempt in range(1, MAX_PROBES + 1):
             planner = self.planner(self.limits, reserve)
             candidate = planner.choose()
@@ -139,7 +145,7 @@ class Finder:
             self.check(plan)
             plan, measured = yield from self._probed(planner, candidate, plan)
             if measured.fits(self.most_bytes):
-                rows = measured_rows(rows, planner, measured)
+                rows = measured_rows(rows, planner, candidate, measured)
                 yield from rows
                 self.found = Found(plan=plan, measured=measured, ladder=rows)
                 yield plan_chosen(plan, measured.peak_bytes)
@@ -186,6 +192,28 @@ class Finder:
             yield Notice(level="warning", text=f"{text}once from here on; micro-batch {plan.micro_batch} of training fits and stays")
             planner = self.planner(self.limits, planner.setting.reserve_bytes)
             plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), plan.why)
+
+    def _weigh_by_time(self) -> None:
+        """Recompute is weighed by what units take here; by FLOPs where nothing is to be chosen, or an image's forward does not fit."""
+        if self.limits.spacing != "auto":
+            return
+        if self.unit_seconds is None:
+            room = self.budget.total_bytes - self.budget.baseline_bytes - self.budget.reserve_bytes
+            count = next((count for count in (2, 1) if self.profile.evaluation.at(count) <= room), 0)
+            if not count:
+                return
+            with self._no_trace():
+                self.train_mode()
+                try:
+                    self.unit_seconds = time_units(self.step, [unit.modules for unit in self.profile.units], self._images(count))
+                except (RuntimeError, MemoryError, ValueError) as error:
+                    # Batch statistics of a single image, or memory that others took: the probe says what is wrong.
+                    if not isinstance(error, ValueError) and not is_out_of_memory(error):
+                        raise
+            release()
+        if self.unit_seconds:
+            rates = measured_rates(self.profile, self.unit_seconds)
+            self.limits = replace(self.limits, prices=priced_by(self.limits.prices, rates))
 
     def planner(self, limits: Limits, reserve: int) -> Planner:
         """The search with what is known so far."""
@@ -333,12 +361,16 @@ def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanCh
     )
 
 
-def measured_rows(rows: tuple[LadderRow, ...], planner: Planner, measured: MeasuredPeak) -> tuple[LadderRow, ...]:
-    """The rows with the measured peak at the chosen one, and images per second: measured there, by FLOPs elsewhere."""
-    work = 1 + rows[-1].recompute_fraction
+def measured_rows(rows: tuple[LadderRow, ...], planner: Planner, chosen: Candidate, measured: MeasuredPeak) -> tuple[LadderRow, ...]:
+    """The rows with the measured peak at the chosen one, and images per second: measured there, elsewhere in proportion to the work."""
+    profile, prices = planner.profile, planner.limits.prices
+    stored = prices.of_step(profile)
     done = []
     for row in rows:
-        rate = measured.images_per_second * work / (1 + row.recompute_fraction)
+        segments = segments_of(planner, row, chosen)
+        rate = None
+        if row.micro_batch and segments is not None:
+            rate = measured.images_per_second * (stored + chosen.cost) / (stored + prices.of(profile, segments))
         peak = measured.peak_bytes if row is rows[-1] else None
-        done.append(replace(row, images_per_second=rate if row.micro_batch else None, measured_peak_bytes=peak))
+        done.append(replace(row, images_per_second=rate, measured_peak_bytes=peak))
     return tuple(done)

@@ -17,7 +17,7 @@ from hiresvis.backbone.slices import why_not
 from hiresvis.memory.costs import MemoryProfile, UnitCosts
 from hiresvis.memory.peak import StepSetting, predict_peak
 from hiresvis.memory.plan import Segment
-from hiresvis.memory.program import segment_flops
+from hiresvis.memory.prices import segment_flops
 
 FAMILIES = ("vit_tiny_patch16_224", "convnext_atto", "resnet18", "tf_efficientnet_lite0", "swin_tiny_patch4_window7_224")
 TOLERANCE = 0.01

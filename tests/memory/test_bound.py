@@ -9,6 +9,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hiresvis.memory.peak import StepSetting, predict_peak, resident_bytes
 from hiresvis.memory.plan import store_all
+from hiresvis.memory.prices import Prices
 from hiresvis.memory.program import Option, Program
 from hiresvis.memory.search import FREEDOMS, Limits, Planner
 
@@ -68,6 +69,6 @@ def test_the_search_is_within_two_percent_of_a_lower_bound(lab, name: str, share
     candidate = Planner(profile, budget, setting, Limits(batch=BATCH, micro_batch=BATCH, exact="bitwise")).best(BATCH)
     assert candidate is not None
     room = budget - resident
-    bound = _lower_bound(Program(profile, BATCH, room, setting, NESTED), room)
+    bound = _lower_bound(Program(profile, BATCH, room, setting, NESTED, Prices()), room)
     assert bound > 0
     assert candidate.cost <= 1.02 * bound

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hiresvis.memory import program
 from hiresvis.memory.peak import StepSetting, predict_peak, resident_bytes
 from hiresvis.memory.plan import NoPlan, Segment, store_all, uniform
-from hiresvis.memory.program import Host, Program, segment_cost
+from hiresvis.memory.prices import Host, Prices
+from hiresvis.memory.program import Program
 from hiresvis.memory.search import FREEDOMS, Limits, Planner, balanced
 from hiresvis.units import MIB
 
@@ -28,6 +29,7 @@ SWEEPS = [
 
 
 HOST = Host(total_bytes=10**9, link_bytes_per_s=1.0, flops_per_s=30.0)  # 30 FLOPs a byte
+PRICES = Prices(host=HOST)
 
 
 def _segmentations(profile, allow, start: int = 0) -> Iterator[tuple[Segment, ...]]:
@@ -68,11 +70,11 @@ def _first_segments(profile, allow, start: int) -> Iterator[Segment]:
 
 
 def _cost(profile, segments) -> int:
-    return sum(segment_cost(profile, segment, HOST, 1.0) for segment in segments)
+    return PRICES.of(profile, segments)
 
 
 def _found(profile, allow, room: int, setting: StepSetting) -> tuple[Segment, ...] | None:
-    return Program(profile, BATCH, room, setting, allow, HOST).cheapest(room)
+    return Program(profile, BATCH, room, setting, allow, PRICES).cheapest(room)
 
 
 @st.composite
@@ -184,7 +186,7 @@ def test_the_program_finds_what_brute_force_finds(hand, monkeypatch, allow, most
         found = _found(profile, allow, room, setting)
         least = min((cost for peak, cost in every if peak <= budget), default=None)
         assert (None if found is None else _cost(profile, found)) == least, budget
-        anything = Program(profile, BATCH, room, setting, allow, HOST).least_kept(room)
+        anything = Program(profile, BATCH, room, setting, allow, PRICES).least_kept(room)
         assert (anything is None) == (least is None)
         for segments in (found, anything):
             assert segments is None or predict_peak(profile, segments, BATCH, setting).total_bytes <= budget
@@ -221,7 +223,7 @@ def test_offload_is_within_the_budget_and_never_dearer_than_without(hand, monkey
     every = _every_plan(profile, NESTED, setting)
     host = replace(HOST, total_bytes=data.draw(st.integers(0, 200)))
     for budget in _budgets(every):
-        candidate = Planner(profile, budget, setting, Limits(batch=BATCH, micro_batch=BATCH, host=host)).choose()
+        candidate = Planner(profile, budget, setting, Limits(batch=BATCH, micro_batch=BATCH, prices=Prices(host=host))).choose()
         least = min((cost for peak, cost in every if peak <= budget), default=None)
         if isinstance(candidate, NoPlan):
             assert least is None

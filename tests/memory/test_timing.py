@@ -8,6 +8,7 @@ import pytest
 
 from hiresvis.memory.cards import EFFICIENCY, MEMORY_EFFICIENCY, PCIE_4, find_card
 from hiresvis.memory.plan import Segment, store_all
+from hiresvis.memory.prices import Prices
 from hiresvis.memory.search import recomputed_flops
 from hiresvis.memory.timing import (
     Rates,
@@ -15,6 +16,7 @@ from hiresvis.memory.timing import (
     images_per_second,
     measured_rates,
     optimizer_seconds,
+    priced_by,
     rates_of,
     step_seconds,
 )
@@ -100,16 +102,43 @@ def test_images_per_second_counts_the_optimizer_once_a_batch(hand):
     assert images_per_second(profile, store_all(profile), 3, 6, rates) == pytest.approx(6 / (6 * 3 + 10))
 
 
-def test_measured_rates_reproduce_the_measured_step(hand):
-    """Scaled to one measured step, the model gives its seconds, and others in proportion."""
-    profile = hand.profile(*(hand.unit(index, traffic=hand.line(30)) for index in range(3)))
-    segments = (Segment(0, 2, "recompute"), Segment(2, 3))
-    for like in (None, Rates(flops_per_s=1000.0, memory_bytes_per_s=10.0, link_bytes_per_s=3.0)):
-        rates = measured_rates(profile, segments, 4, 5.0, like)
-        assert step_seconds(profile, segments, 4, rates) == pytest.approx(5.0)
-        before = Rates(flops_per_s=1.0) if like is None else like
-        share = step_seconds(profile, store_all(profile), 1, before) / step_seconds(profile, segments, 4, before)
-        assert step_seconds(profile, store_all(profile), 1, rates) == pytest.approx(5.0 * share)
+def test_measured_rates_find_a_devices_two_rates(hand):
+    """Units timed on a machine that adds arithmetic and traffic give its rates back, and every pace is one."""
+    units = [hand.unit(0), hand.unit(1, traffic=hand.line(50)), hand.unit(2, flops=hand.line(10), traffic=hand.line(200))]
+    profile = hand.profile(*units)
+    seconds = {index: unit.flops.slope / 500 + unit.traffic.slope / 20 for index, unit in enumerate(units)}
+    rates = measured_rates(profile, seconds)
+    assert (rates.flops_per_s, rates.memory_bytes_per_s) == (pytest.approx(500), pytest.approx(20))
+    assert rates.pace == pytest.approx((1, 1, 1))
+
+
+def test_the_pace_makes_up_for_what_two_rates_cannot_say(hand):
+    """Whatever the units took, a step by the measured rates takes that, and a unit that was not timed goes at the rates."""
+    profile = hand.profile(*(hand.unit(index, traffic=hand.line(index)) for index in range(4)))
+    seconds = {0: 1.0, 1: 7.0, 3: 0.5}
+    rates = measured_rates(profile, seconds)
+    assert all(rates.seconds(index, 1000, index) == pytest.approx(taken) for index, taken in seconds.items())
+    assert rates.pace[2] == 1
+    assert min(rates.flops_per_s, rates.memory_bytes_per_s) > 0
+
+
+@pytest.mark.parametrize("seconds", [{0: 1.0}, {0: 1.0, 1: 1.0}, {0: 1e-9, 1: 1.0}, {1: 3.0, 2: 1e-3}])
+def test_few_or_odd_times_still_give_rates(hand, seconds):
+    """One unit alone, equal times for unequal work, or times that no rates explain: rates stay positive."""
+    units = [hand.unit(0), hand.unit(1, traffic=hand.line(10**6)), hand.unit(2, flops=hand.line(0), traffic=hand.line(7))]
+    rates = measured_rates(hand.profile(*units), seconds)
+    assert 0 < rates.flops_per_s < float("inf")
+    assert rates.memory_bytes_per_s > 0
+    assert all(pace >= 0 for pace in rates.pace)
+
+
+def test_prices_follow_the_measured_rates(hand):
+    """Recompute of a unit that is slow for its work costs more than of one that is quick, in proportion to their times."""
+    profile = hand.profile(*(hand.unit(index) for index in range(2)))
+    prices = priced_by(Prices(), measured_rates(profile, {0: 3.0, 1: 1.0}))
+    slow, quick = (prices.of_segment(profile, Segment(index, index + 1, "recompute")) for index in range(2))
+    assert slow == pytest.approx(3 * quick, rel=0.01)
+    assert prices.of_step(profile) == pytest.approx(3 * (slow + quick), rel=0.01)
 
 
 def test_a_cards_rates_are_shares_of_its_data_sheet():
