@@ -16,6 +16,7 @@ from PIL import Image
 
 from hiresvis import costing, profiles
 from hiresvis.errors import RecipeError
+from hiresvis.fit import fit
 from hiresvis.planning import plan
 from hiresvis.profiles import Entry, Facts, ProfileKey
 from hiresvis.recipe import load_recipe
@@ -311,3 +312,30 @@ def test_decay_and_rates_change_no_costs(cache, recipe, traces, optimizer):
         found.append(plan(loaded, gpu="T4").profile)
     assert len(traces) == 2
     assert found[0] == found[1]
+
+
+def test_times_are_kept_by_device_and_settings(cache):
+    """What was measured is read back for the same costs on the same device alone; what is no such file is no times."""
+    profiles.write_seconds(KEY, "one", {0: 0.25, 3: 1e-7})
+    assert profiles.read_seconds(KEY, "one") == {0: 0.25, 3: 1e-7}
+    assert profiles.read_seconds(KEY, "other") is None
+    assert profiles.read_seconds(replace(KEY, norm="frozen"), "one") is None
+    (file,) = (cache / "seconds").iterdir()
+    for text in ("", "[]", '{"seconds": {"0": "x"}}', '{"seconds": [1]}'):
+        file.write_text(text)
+        assert profiles.read_seconds(KEY, "one") is None
+
+
+def test_a_plan_for_this_machine_uses_what_units_took_here(cache, recipe, monkeypatch):
+    """Once a run has timed the units, plan says images per second, by them; a card by name does not take them."""
+    monkeypatch.setattr(profiles, "write_seconds", lambda *_: None)
+    without = plan(load_recipe(recipe))
+    assert without.run.images_per_second is None
+    monkeypatch.undo()
+    monkeypatch.setenv("HIRESVIS_CACHE", str(cache))
+    list(fit(load_recipe(recipe, overrides=["model.pretrained=false"]), dry_run=True))
+    assert list((cache / "seconds").iterdir())
+    report = plan(load_recipe(recipe))
+    assert report.run.images_per_second > 0
+    assert "took here" in report.run.basis
+    assert "data-sheet" in plan(load_recipe(recipe), gpu="T4").run.basis

@@ -74,7 +74,9 @@ def compare(name: str, px: int, batch: int, share: float, repeats: int) -> None:
     medians = {label: statistics.median(taken) for label, taken in seconds.items()}
     for label, taken in seconds.items():
         more = medians[label] / medians["none"] - 1
-        print(f"{name} {label:9s} {medians[label]:.2f} s, {min(taken):.2f} to {max(taken):.2f}  {more:+.1%}, expected {expected[label]:+.1%}")
+        print(
+            f"{name} {label:9s} {medians[label]:.2f} s, {min(taken):.2f} to {max(taken):.2f}  {more:+.1%}, expected {expected[label]:+.1%}"
+        )
 
 
 def main() -> None:

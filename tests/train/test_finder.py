@@ -18,6 +18,7 @@ from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.search import Limits
 from hiresvis.run.events import LadderRow, Notice, PlanChosen
+from hiresvis.train import finder as finder_module
 from hiresvis.train.finder import Finder, MeasuredPeak
 from hiresvis.train.freezing import TrainMode
 from hiresvis.train.optim import build_optimizer
@@ -408,3 +409,39 @@ def test_the_evaluation_batch_does_not_raise_the_peak(small) -> None:
     finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=12, micro_batch=12), eval_batch=3)
     list(finder.find())
     assert finder.found.plan.eval_batch == 3
+
+
+def test_units_are_timed_once_and_weigh_recompute(small, monkeypatch) -> None:
+    """Every unit gets a pace; a finder that is given the times takes them and runs nothing for them."""
+    step = small.make_step(MODEL)
+    finder = _finder(small, step, _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8))
+    list(finder.find())
+    profile = _profile(small)
+    assert finder.unit_seconds.keys() == {index for index, unit in enumerate(profile.units) if unit.modules}
+    assert len(finder.limits.prices.pace) == len(profile.units)
+    monkeypatch.setattr(finder_module, "time_units", lambda *_: pytest.fail("timed again"))
+    again = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8), unit_seconds=finder.unit_seconds)
+    list(again.find())
+    assert again.limits == finder.limits
+
+
+def test_a_pinned_spacing_is_not_timed(small, monkeypatch) -> None:
+    """Where nothing is to be chosen no time is spent on weighing."""
+    monkeypatch.setattr(finder_module, "time_units", lambda *_: pytest.fail("timed for nothing"))
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8, spacing=1))
+    list(finder.find())
+    assert finder.found is not None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("Expected more than 1 value per channel when training")])
+def test_what_cannot_be_timed_is_weighed_by_flops(small, monkeypatch, error) -> None:
+    """A forward that runs out of memory, or that cannot take a single image, is no reason not to look for the batch."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(finder_module, "time_units", fails)
+    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8))
+    list(finder.find())
+    assert finder.found is not None
+    assert finder.limits.prices.pace == ()
