@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,6 +92,37 @@ def five_plans(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
         for index in range(segment.start, segment.end)
     )
     return {"off": store_all(profile), **{str(n): uniform(profile, n) for n in (4, 2, 1)}, "half": mixed}
+
+
+def mixed_plan(profile: MemoryProfile) -> tuple[Segment, ...]:
+    """Every tier that keeps the bits, in turn along the chain: kept outputs, passes, segments of two at once and nested, and on the host."""
+    units, segments, index = profile.units, [], 0
+    turns = itertools.cycle(("nest", "keep", "at once", "passes", "host", "store", "nest on the host"))
+    while index < len(units):
+        unit = units[index]
+        if not (unit.ways and unit.recomputable and unit.opens_segment):
+            segments.append(Segment(index, index + 1))
+            index += 1
+            continue
+        turn = next(turns)
+        ways = [way for way in unit.ways if not way.sliced]
+        kept = max(ways, key=lambda way: (len(way.keep), len(way.passes)))
+        passes = max((way.passes for way in ways if not way.keep), key=len)
+        pairs = "nest" in turn or turn == "at once"
+        end = index + 2 if pairs and index + 1 < len(units) and units[index + 1].recomputable and units[index + 1].ways else index + 1
+        nested = (passes, ()) if end > index + 1 else (passes,)
+        kinds = {
+            "nest": Segment(index, end, "recompute", nested),
+            "keep": Segment(index, index + 1, "keep", (kept.passes,), kept.keep),
+            "at once": Segment(index, end, "recompute"),
+            "passes": Segment(index, index + 1, "recompute", (passes,)),
+            "host": Segment(index, index + 1, "offload", (kept.passes,), kept.keep),
+            "store": Segment(index, index + 1),
+            "nest on the host": Segment(index, end, "offload", nested),
+        }
+        segments.append(kinds[turn])
+        index = end
+    return tuple(segments)
 
 
 def unit_modules(profile: MemoryProfile) -> list[tuple[str, ...]]:
