@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hiresvis.backbone import segments
+from hiresvis.backbone.compiled import refuse_compiled_around, refuse_wrappers, without_finer_ways
 from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint, planned_already
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import block_bytes, in_use, release
@@ -267,6 +268,7 @@ def _profile(model: nn.Module, size: tuple[int, int], target: _Target, make_opti
         ValueError: see `plan_memory`.
     """
     name = type(model).__name__
+    refuse_wrappers(model)
     taken = planned_already(model)
     if taken is not None:
         raise ValueError(f"a plan is applied already (at {taken!r}); remove it first, then plan")
@@ -294,7 +296,8 @@ def _profile(model: nn.Module, size: tuple[int, int], target: _Target, make_opti
     except Exception as error:  # whatever a model raises for a size that it does not take
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise ValueError(f"{name} cannot be run on images of {channels}x{size[0]}x{size[1]}: {reason}") from error
-    return replace(profile, versions={**profile.versions, FINGERPRINT: fingerprint(model)})
+    refuse_compiled_around(model, [name for unit in profile.units for name in unit.modules])
+    return replace(without_finer_ways(profile, model), versions={**profile.versions, FINGERPRINT: fingerprint(model)})
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -8,6 +8,8 @@ import timm
 import torch
 from torch import nn
 
+from hiresvis.backbone.compiled import refuse_wrappers
+from hiresvis.backbone.segments import is_planned
 from hiresvis.memory.plan import CheckpointPlan
 
 FINGERPRINT = "model"  # its name among a plan's versions
@@ -24,7 +26,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def planned_already(model: nn.Module) -> str | None:
     """The name of a module that a plan has taken over, if there is one."""
-    return next((name for name, module in model.named_modules() if "forward" in module.__dict__), None)
+    return next((name for name, module in model.named_modules() if is_planned(module)), None)
 
 
 def check_plan(model: nn.Module, plan: CheckpointPlan) -> None:
@@ -33,6 +35,7 @@ def check_plan(model: nn.Module, plan: CheckpointPlan) -> None:
     Raises:
         ValueError: it was not, or a plan is applied already; what differs is named.
     """
+    refuse_wrappers(model)
     taken = planned_already(model)
     if taken is not None:
         raise ValueError(f"a plan is applied already (at {taken!r}); remove it first")

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hiresvis.backbone.chain import first_tensor
+from hiresvis.backbone.compiled import refuse_compiled_around, refuse_finer, refuse_wrappers
 from hiresvis.backbone.flops import PRODUCTS
 from hiresvis.backbone.host import HostMemory, Offloaded
 from hiresvis.backbone.slices import run_in_slices
@@ -181,6 +183,7 @@ class _Frame:
         self.random: list[_RandomState | None] = []  # at each unit's start
         self.autocast = _Autocast(device.type)
         self.places: list[weakref.ref[_Place]] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what each place stands for
         self.unit_places: list[int] = []  # the first place of each unit
         self.changed: list[nn.Module] = []
         self.kept: _Kept | None = _Kept(segment.keep) if segment.keep else None
@@ -209,6 +212,7 @@ class _Frame:
     def pack(self, tensor: torch.Tensor) -> _Place:
         place = _Place(self, len(self.places))
         self.places.append(weakref.ref(place))
+        self.kinds.append((tensor.shape, tensor.dtype))
         return place
 
     @staticmethod
@@ -263,6 +267,12 @@ class _Frame:
             nonlocal now
             if now >= run.end:
                 raise RuntimeError(f"recomputing {self.segment.label} saves more tensors than its forward did ({run.end})")
+            if (tensor.shape, tensor.dtype) != self.kinds[now]:
+                raise RuntimeError(
+                    f"recomputing {self.segment.label} saves another tensor than its forward did: {tuple(tensor.shape)} of {tensor.dtype}, "
+                    f"not {tuple(self.kinds[now][0])} of {self.kinds[now][1]}; the model does not do the same twice, so it cannot be "
+                    "checkpointed here"
+                )
             place = self.places[now]() if now >= run.first else None
             if place is not None:
                 place.value = tensor.detach()
@@ -406,16 +416,54 @@ def _with(args: tuple[Any, ...], tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor if value is _CHAIN_TENSOR else value for value in args)
 
 
+class _Around:
+    """Stands before a module's forward while a plan is applied.
+
+    Of a module that is compiled (`module.compile()`) it stands before the compiled call: the compiler must not look into what a
+    plan does, and what it makes is one operator to the plan, which saves other tensors than the module would.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.module, self.run = module, run
+        self.place = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self.before = module.__dict__.get(self.place)
+        self.original = getattr(module, self.place)
+        module.__dict__[self.place] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # a compiler runs what follows as it is written: only so does the error come out
+            raise RuntimeError(_COMPILED_LATE)
+        return self.run(self.original, args, kwargs)
+
+    def remove(self) -> None:
+        """The module is as it was."""
+        if self.before is None:
+            del self.module.__dict__[self.place]
+        else:
+            self.module.__dict__[self.place] = self.before
+
+
+_COMPILED_LATE = (
+    "a module was compiled after a plan was applied to it; remove the plan, compile block by block (block.compile()), then apply it again"
+)
+
+
+def is_planned(module: nn.Module) -> bool:
+    """Whether a plan, or something else, stands before the module's forward."""
+    return "forward" in module.__dict__ or isinstance(module.__dict__.get("_compiled_call_impl"), _Around)
+
+
 class PlanHandle:
     """A plan that is applied to a model. The state dict's keys are those of the bare model."""
 
-    def __init__(self, wrapped: Sequence[nn.Module]) -> None:
+    def __init__(self, wrapped: Sequence[_Around]) -> None:
         self._wrapped = list(wrapped)
 
     def remove(self) -> None:
         """Take the plan off; the model is as it was. A second call does nothing."""
-        for module in self._wrapped:
-            del module.__dict__["forward"]
+        for around in reversed(self._wrapped):
+            around.remove()
         self._wrapped = []
 
 
@@ -423,51 +471,44 @@ def apply_plan(model: nn.Module, plan: CheckpointPlan) -> PlanHandle:
     """Make `model` recompute the plan's segments in backward.
 
     Raises:
-        ValueError: the plan is for another model (a unit's module is missing), or a plan is applied already.
+        ValueError: the plan is for another model (a unit's module is missing), a plan is applied already, or the model is compiled in a
+            way that the plan cannot hold.
     """
     return apply_segments(model, plan.segments, plan.unit_modules)
 
 
 def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: Sequence[Sequence[str]]) -> PlanHandle:
     """As `apply_plan`, from the segments alone."""
+    refuse_wrappers(model)
     modules = dict(model.named_modules())
     names = [name for unit in unit_modules for name in unit]
     missing = [name for name in names if name not in modules]
     if missing:
         raise ValueError(f"the plan is for another model: {len(missing)} of {len(names)} modules are missing, first {missing[0]!r}")
-    taken = [name for name in names if "forward" in modules[name].__dict__]
+    taken = [name for name in names if is_planned(modules[name])]
     if taken:
         raise ValueError(f"a plan is applied already (at {taken[0]!r}); remove it first")
+    refuse_compiled_around(model, names)
+    for segment in segments:
+        refuse_finer(segment, [(name, modules[name]) for unit in unit_modules[segment.start : segment.end] for name in unit])
     wrapped = []
     host = HostMemory()
     for name in [name for segment in segments for name in segment.slices]:
         if name not in modules:
             raise ValueError(f"the plan is for another model: it runs {name!r} in slices, which is missing")
-        _wrap_slices(modules[name])
-        wrapped.append(modules[name])
+        wrapped.append(_wrap_slices(modules[name]))
     for segment in segments:
         if segment.tier == "store":
             continue
         runner = _SegmentRunner(unit_modules[segment.start : segment.end], modules, segment, host)
         for position, module in enumerate(runner.modules):
-            _wrap(module, runner, position)
-            wrapped.append(module)
+            wrapped.append(_wrap(module, runner, position))
     return PlanHandle(wrapped)
 
 
-def _wrap_slices(module: nn.Module) -> None:
-    original = module.forward
-
-    def forward(value: torch.Tensor) -> torch.Tensor:
-        return run_in_slices(module, original, value)
-
-    module.__dict__["forward"] = forward
+def _wrap_slices(module: nn.Module) -> _Around:
+    return _Around(module, lambda original, args, kwargs: run_in_slices(module, original, *args))
 
 
-def _wrap(module: nn.Module, runner: _SegmentRunner, position: int) -> None:
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return runner.forward(position, original, args, kwargs)
-
-    module.__dict__["forward"] = forward
+def _wrap(module: nn.Module, runner: _SegmentRunner, position: int) -> _Around:
+    return _Around(module, partial(runner.forward, position))

@@ -24,12 +24,11 @@ from hiresvis.backbone.segments import apply_segments
 
 STEPS = 3
 IMAGES = 2
-NARROW = {"resnet18": {"channels": (16, 32, 64, 128)}}  # the same chain in a sixth of the time
 
 
 def train(lab: Any, case: dict[str, Any], plan: tuple[Any, Any] | None, rank: int) -> dict[str, torch.Tensor]:
     """Three AdamW steps of this process's images; everything that they leave."""
-    model = lab.make_model(case["model"], **NARROW.get(case["model"], {}))
+    model = lab.narrow(case["model"])
     if case["options"].get("find_unused_parameters"):
         model.unused = nn.Linear(2, 2)
     px, _ = lab.SMALL[case["model"]]

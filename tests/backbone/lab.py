@@ -44,6 +44,11 @@ def make_model(name: str, *, drop_path: float = 0.2, **kwargs: Any) -> nn.Module
     return model.train().to(memory_format=torch.channels_last)
 
 
+def narrow(name: str, **kwargs: Any) -> nn.Module:
+    """As `make_model`; a ResNet a quarter as wide, whose chain and saved tensors are the same in a sixth of the time."""
+    return make_model(name, **({"channels": (16, 32, 64, 128)} if name.startswith("resnet") else {}), **kwargs)
+
+
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
 
@@ -94,10 +99,10 @@ def five_plans(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
     return {"off": store_all(profile), **{str(n): uniform(profile, n) for n in (4, 2, 1)}, "half": mixed}
 
 
-def mixed_plan(profile: MemoryProfile) -> tuple[Segment, ...]:
-    """Every tier that keeps the bits, in turn along the chain: kept outputs, passes, segments of two at once and nested, and on the host."""
+def mixed_plan(profile: MemoryProfile, shift: int = 0) -> tuple[Segment, ...]:
+    """Every tier that keeps the bits, in turn along the chain: kept outputs, passes, segments of two (at once, nested), the host."""
     units, segments, index = profile.units, [], 0
-    turns = itertools.cycle(("nest", "keep", "at once", "passes", "host", "store", "nest on the host"))
+    turns = itertools.islice(itertools.cycle(("nest", "keep", "at once", "passes", "host", "store", "nest on the host")), shift, None)
     while index < len(units):
         unit = units[index]
         if not (unit.ways and unit.recomputable and unit.opens_segment):
