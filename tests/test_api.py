@@ -253,6 +253,18 @@ def _other_timm(model, found):
     return model, replace(found, versions={**found.versions, "timm": "1.0.0"})
 
 
+class Around(nn.Module):
+    """As DistributedDataParallel holds a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _wrapped(model, found):
+    return Around(model), found
+
+
 def _applied(model, found):
     hiresvis.apply_plan(model, found)
     return model, found
@@ -266,6 +278,7 @@ def _applied(model, found):
         (_frozen_since, r"other trained parameters: .* of them trained"),
         (_other_torch, r"made with torch 2\.0\.0, and this is torch"),
         (_other_timm, r"made with timm 1\.0\.0, and this is timm"),
+        (_wrapped, r"for the model inside this Around; apply it to that: model\.module"),
         (_applied, "a plan is applied already"),
     ],
 )

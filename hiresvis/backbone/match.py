@@ -47,6 +47,9 @@ def check_plan(model: nn.Module, plan: CheckpointPlan) -> None:
             )
     planned, found = plan.versions.get(FINGERPRINT), fingerprint(model)
     if planned is not None and planned != found:
+        inside = next((name for name, part in model.named_children() if fingerprint(part) == planned), None)
+        if inside is not None:
+            raise ValueError(f"the plan is for the model inside this {type(model).__name__}; apply it to that: model.{inside}")
         raise ValueError(
             f"the plan is for another model, or for other trained parameters: it was made for {plan.model} with {planned}, "
             f"and this {type(model).__name__} has {found}. Plan again"
