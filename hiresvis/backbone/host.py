@@ -29,6 +29,10 @@ class HostMemory:
         self.leaving: tuple[torch.cuda.Event, Sequence[torch.Tensor]] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
+        """A copy of a planned model begins with none: buffers and streams are the original's."""
+        return HostMemory, ()
+
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The copying stream of a device."""
         if device not in self._streams:

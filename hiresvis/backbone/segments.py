@@ -340,6 +340,10 @@ class _SegmentRunner:
         self.last_output: weakref.ref[torch.Tensor] | None = None
         self.recomputing = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy of the model: what is under way stays with the original. A head that was not called leaves a forward unfinished."""
+        return {**self.__dict__, "frame": None, "last_output": None, "recomputing": False}
+
     def forward(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One module's part of the segment's forward."""
         tensor = first_tensor(args)

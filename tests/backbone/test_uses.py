@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -354,6 +355,23 @@ def test_a_copy_of_a_planned_model_is_a_model_of_its_own(lab, name: str) -> None
             parameter.zero_()
     assert differing(bare, train(lab, copied, px)) == []
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_copy_is_made_between_steps_of_any_kind(lab) -> None:
+    """Also when a segment's last unit was not called, and copies and pickles alike take nothing of a forward along."""
+    profile, model = lab.small_profile(RESNET), lab.narrow(RESNET)
+    names = [unit.name for unit in profile.units]
+    first = names.index("layer4.1")
+    assert names[first + 1] == "global_pool"
+    alone = {index: Segment(index, index + 1) for index in range(len(names))}
+    segments = (*(alone[index] for index in range(first)), Segment(first, first + 2, "offload"), *list(alone.values())[first + 2 :])
+    apply_segments(model, segments, lab.unit_modules(profile))
+    images = torch.randn(2, 3, 64, 64)
+    model.forward_features(images).sum().backward()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.zero_grad()
+        copied(images).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 def test_a_second_run_that_saves_other_tensors_raises() -> None:
