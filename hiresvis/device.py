@@ -153,13 +153,15 @@ def return_memory_to_system() -> None:
     """Make the C allocator hand large blocks back at once, so that the resident size follows the live tensors.
 
     glibc raises its threshold for mapped blocks up to 32 MiB as it sees them freed; tensors below it then stay in the
-    heap and fragment it. A fixed threshold costs page faults and keeps the measured peak honest.
+    heap and fragment it. A fixed threshold costs page faults and keeps the measured peak honest. MaxViT-T at 224 px, four images, whose
+    tensors are mostly just below 1 MiB, under a plan of 600 MiB of live storages: the resident size rose by 832 MiB with a threshold of
+    1 MiB, 672 with 512 KiB, 643 with 256 KiB, 641 with 128 KiB, in the same CPU time (8 s).
     """
     libc = _libc()
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:
         m_mmap_threshold, m_trim_threshold = -3, -1
-        mallopt(m_mmap_threshold, 1 * MIB)
+        mallopt(m_mmap_threshold, MIB // 4)
         mallopt(m_trim_threshold, 1 * MIB)
 
 

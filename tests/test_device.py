@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,18 @@ def test_what_existed_before_counts_when_tracked() -> None:
     del doubled
     gc.collect()
     assert counter.live_bytes == 64
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C allocator's settings are glibc's")
+def test_freed_tensors_below_a_mebibyte_leave_the_process() -> None:
+    """Small ones that live on between them hold no heap together: the resident size follows what is alive."""
+    device.return_memory_to_system()
+    device.release()
+    before = device.in_use(torch.device("cpu"))
+    pairs = [(torch.ones(128 * 1024), torch.ones(8 * 1024)) for _ in range(400)]
+    full = device.in_use(torch.device("cpu")) - before
+    alive = [small for _, small in pairs]
+    del pairs
+    assert full > 190 * MIB
+    assert device.in_use(torch.device("cpu")) - before < 40 * MIB
+    assert len(alive) == 400
