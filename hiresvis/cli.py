@@ -233,6 +233,24 @@ def models(
         _print_report(list_models(pattern, everything=everything, progress=_say), as_json)
 
 
+@app.command()
+def doctor(
+    verify: Annotated[str | None, typer.Option(metavar="MODEL", help="Prove plans on this model of timm.", show_default=False)] = None,
+    px: Annotated[
+        int | None, typer.Option(metavar="SIDE", min=1, help="Image side instead of the model's own.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What this machine has and lacks, and three steps with and without a plan, bit for bit. Example: hiresvis doctor --verify resnet50"""
+    with _ending():
+        from hiresvis.doctor import doctor as run_doctor
+
+        found = run_doctor(verify=verify, image_size=px, progress=_say)
+        _print_report(found, as_json)
+    if found.failed:
+        raise typer.Exit(EnvironmentFailed.exit_code)
+
+
 @contextmanager
 def _ending() -> Iterator[None]:
     """Turns whatever ends a command into its message and its exit code."""

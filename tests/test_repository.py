@@ -23,10 +23,10 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing"), 4),
     **dict.fromkeys(("assemble", "settle", "plan_report"), 5),
     **dict.fromkeys(("costing", "api"), 6),
-    "resume": 7,
-    **dict.fromkeys(("verify", "catalog", "planning", "fit", "checking", "inference", "cli", "__main__"), 8),
+    **dict.fromkeys(("resume", "verify"), 7),
+    **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "cli", "__main__"), 8),
 }
-COMMANDS = ("catalog", "planning", "fit", "checking", "inference")
+COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference")
 # Library -> the parts that may import it. Others may import what they like.
 ONLY_IN = {
     "rich": {"ui", "cli"},

@@ -75,7 +75,7 @@ def build_backbone(
         HubUnreachable: timm's weights are neither in the cache nor to be had.
         MissingExtra: the package that ships the weights is not installed.
     """
-    cfg = _config(name)
+    cfg = weights_config(name)
     size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
     with torch.random.fork_rng(devices=[]):
         fit = fit_input(name, size, in_chans)
@@ -109,7 +109,7 @@ _FILLING = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default, tor
 _SCALING = {torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.clamp_.default}  # of a truncated normal distribution
 
 
-def _config(name: str) -> Any:
+def weights_config(name: str) -> Any:
     """timm's description of a model's weights.
 
     Raises:
