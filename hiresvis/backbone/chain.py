@@ -2,16 +2,20 @@
 
 A call of a module is opened into its children's calls when it does nothing itself: no operator runs between them, the
 first child takes the call's input, each next one the output of the one before (the same tensor object), and the last
-one's output is the call's. The root is always opened; operators between its children are *glue*, which is stored.
-What cannot be opened, or is not worth it (a block, a pair of norm and convolution), is a unit.
+one's output is the call's. The root is always opened; operators between its children are *glue*, which is stored. So is
+any module that runs numbered blocks one after another, whatever else it does (position terms made for all of an encoder's
+blocks, a stage that reshapes before and after, branches of blocks side by side).
+What cannot be opened, or is not worth it (a block, a pair of norm and convolution), is a unit. Units may take and return
+several tensors, in tuples or lists: the first one stands for them all where two units are linked.
 
-The bound: a model that runs its modules in parallel branches, or one module several times, is not opened at that point,
-so its units are large and little can be gained. Nothing here looks at attribute or class names, but for the stage names
-that people read.
+The bound: a module whose blocks are each used by several later ones (a dense block), or a module that runs several times,
+is not opened at that point, so its units are large and little can be gained. Nothing here looks at attribute or class
+names, but for the stage names that people read.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from hiresvis.memory.costs import Kind
 
@@ -32,6 +37,7 @@ _STAGE_PATTERNS = (
     (re.compile(r"^(?:layer|stage)_?(\d+)\."), -1),
 )
 _FLAT_BLOCKS = re.compile(r"^(\w+)\.\d+$")
+_BLOCK_OWNERS = 4  # modules with parameters of their own in the least block: two convolutions with their norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,9 @@ class ChainUnit:
         name: the first module's dotted name.
         modules: all of them, in call order ("bn1", "act1").
         stage: resolution level for people: stem, stage0, ..., blocks (one level), head.
-        opens_segment: nothing changes the unit's input in place between its forward and its backward.
-        linked: the unit's input is the very output of the unit before, with no operator between.
+        opens_segment: nothing changes the unit's inputs in place between its forward and its backward.
+        linked: the unit's input is the very output of the unit before, with no operator between, and nothing changes its
+            other inputs.
     """
 
     name: str
@@ -66,32 +73,61 @@ class Chain:
 
 
 @dataclass(slots=True, eq=False)
+class _Operator:
+    """One operator that ran between module calls."""
+
+    inputs: list[torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
     """One call of a module while watching, with what happened inside it in order."""
 
     name: str
     module: nn.Module | None
-    chain_input: torch.Tensor | None
-    version_before: int = 0
-    version_after: int = 0
+    inputs: list[torch.Tensor]
+    versions_before: list[int] = field(default_factory=list)
     output: Any = None
-    events: list[_Call | None] = field(default_factory=list)  # None: an operator
+    events: list[_Call | _Operator] = field(default_factory=list)
 
     @property
     def calls(self) -> list[_Call]:
-        return [event for event in self.events if event is not None]
+        return [event for event in self.events if isinstance(event, _Call)]
+
+    @property
+    def chain_input(self) -> torch.Tensor | None:
+        return self.inputs[0] if self.inputs else None
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return tensors_in(self.output)
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        return handed_on(self.output, self.inputs)
+
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing has written to this input since the call began; told once the forward is over."""
+        return all(version == one._version for one, version in zip(self.inputs, self.versions_before, strict=True) if one is tensor)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in arguments or outputs, in order."""
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
     """The first tensor in arguments or outputs: the one that the chain hands along."""
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
+    return next(iter(tensors_in(value)), None)
+
+
+def handed_on(output: Any, inputs: Any) -> torch.Tensor | None:
+    """The first tensor of an output that is none of the inputs handed through; where all are, the first."""
+    outputs = tensors_in(output)
+    given = set(map(id, tensors_in(inputs)))
+    return next((tensor for tensor in outputs if id(tensor) not in given), outputs[0] if outputs else None)
 
 
 class _Watch(TorchDispatchMode):
@@ -100,22 +136,22 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.root = _Call("", None, None)
+        self.root = _Call("", None, [])
         self.open = [self.root]
         self.times_called: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if first_tensor(out) is not None:
-            self.open[-1].events.append(None)
+            self.open[-1].events.append(_Operator(tensors_in(args)))
         return out
 
     def enter(self, module: nn.Module, args: Any) -> None:
         name = self.names.get(id(module))
         if name is None:
             return
-        tensor = first_tensor(args)
-        call = _Call(name, module, tensor, 0 if tensor is None else tensor._version)
+        inputs = tensors_in(args)
+        call = _Call(name, module, inputs, [tensor._version for tensor in inputs])
         self.open[-1].events.append(call)
         self.open.append(call)
         self.times_called[name] += 1
@@ -126,8 +162,6 @@ class _Watch(TorchDispatchMode):
         call = self.open.pop()
         assert call.module is module, "module calls are not nested"
         call.output = output
-        if call.chain_input is not None:
-            call.version_after = call.chain_input._version
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -157,37 +191,63 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
     stages = _stages([group[0].name for group, _ in groups])
     units = []
     for (group, linked), (stage, kind) in zip(groups, stages, strict=True):
-        tensor = group[0].chain_input
-        assert tensor is not None
-        opens = group[0].version_before == tensor._version
+        opens = all(group[0].is_unchanged(tensor) for tensor in group[0].inputs)
         units.append(ChainUnit(group[0].name, tuple(call.name for call in group), stage, kind, opens, linked))
     return Chain(tuple(units))
 
 
 def _is_unit(call: _Call, times_called: Counter[str]) -> bool:
-    """Whether the call can be run again by itself and does anything: it runs once, from tensor to tensor."""
-    if call.chain_input is None or times_called[call.name] > 1 or not isinstance(call.output, torch.Tensor):
+    """Whether the call can be run again by itself and does anything: it runs once, from tensors to tensors."""
+    if call.chain_input is None or times_called[call.name] > 1 or call.result is None:
         return False
     return bool(_operators_inside(call))
 
 
 def _operators_inside(call: _Call) -> int:
-    return sum(1 if event is None else _operators_inside(event) for event in call.events)
+    return sum(_operators_inside(event) if isinstance(event, _Call) else 1 for event in call.events)
 
 
 def _open(call: _Call, times_called: Counter[str]) -> list[_Call]:
-    """The call itself, or its children's calls where it only passes a tensor along them."""
+    """The call itself, or its children's calls where it only passes a tensor along them or runs blocks one after another."""
+    if not (_only_hands_on(call, times_called) and _worth_opening(call.calls)) and not _runs_blocks(call, times_called):
+        return [call]
+    return [found for child in call.calls for found in _open(child, times_called)]
+
+
+def _only_hands_on(call: _Call, times_called: Counter[str]) -> bool:
+    """Whether the call does nothing itself, and each child takes what the one before returned."""
     children = call.calls
     if not children or len(children) != len(call.events) or any(times_called[child.name] > 1 for child in children):
-        return [call]
+        return False
     tensor = call.chain_input
     for child in children:
         if child.chain_input is not tensor:
-            return [call]
+            return False
         tensor = first_tensor(child.output)
-    if tensor is None or tensor is not first_tensor(call.output) or not _worth_opening(children):
-        return [call]
-    return [found for child in children for found in _open(child, times_called)]
+    return tensor is not None and tensor is first_tensor(call.output)
+
+
+def _runs_blocks(call: _Call, times_called: Counter[str]) -> bool:
+    """Whether two or more numbered blocks inside, at any depth, run one after another, each from what the one before returned
+    and that nothing else takes."""
+    if times_called[call.name] > 1:
+        return False
+    blocks = [child for child in call.calls if _is_block(child, times_called)]
+    return (len(blocks) >= 2 and _is_line(call, blocks)) or any(_runs_blocks(child, times_called) for child in call.calls)
+
+
+def _is_block(call: _Call, times_called: Counter[str]) -> bool:
+    return call.name.rpartition(".")[2].isdigit() and _parameter_owners(call) >= _BLOCK_OWNERS and _is_unit(call, times_called)
+
+
+def _is_line(call: _Call, blocks: list[_Call]) -> bool:
+    """Whether the output of each block is the input of the next one alone."""
+    for block, following in itertools.pairwise(blocks):
+        made = {id(tensor) for tensor in block.outputs} - {id(tensor) for tensor in block.inputs}
+        users = [event for event in call.events if made.intersection(map(id, event.inputs))]
+        if users != [following]:
+            return False
+    return True
 
 
 def _worth_opening(children: list[_Call]) -> bool:
@@ -212,12 +272,12 @@ def _groups(root: _Call, usable: list[_Call]) -> list[tuple[list[_Call], bool]]:
     Directly means: the same tensor object, and no operator between. A module that returns its input, changed in place,
     joins the unit that made it; where there is none it stays glue.
     """
-    order: list[_Call | None] = []
+    order: list[_Call | None] = []  # None: an operator
     chosen = set(map(id, usable))
 
     def walk(call: _Call) -> None:
         for event in call.events:
-            if event is None:
+            if not isinstance(event, _Call):
                 order.append(None)
             elif id(event) in chosen:
                 order.append(event)
@@ -231,13 +291,15 @@ def _groups(root: _Call, usable: list[_Call]) -> list[tuple[list[_Call], bool]]:
         if event is None:
             operator_between = True
             continue
-        linked = bool(groups) and not operator_between and event.chain_input is groups[-1][0][-1].output
-        if event.output is event.chain_input:
-            if linked:
+        before = groups[-1][0][-1].result if groups else None
+        linked = not operator_between and before is not None and event.chain_input is before
+        if any(event.result is tensor for tensor in event.inputs):
+            if linked and event.output is event.chain_input:
                 groups[-1][0].append(event)
             else:
                 operator_between = True
             continue
+        linked = linked and all(tensor is before or event.is_unchanged(tensor) for tensor in event.inputs)
         groups.append(([event], linked))
         operator_between = False
     return groups

@@ -13,6 +13,9 @@ What makes a second run give the same numbers and leave no second trace:
 - autocast: the second run has the first one's settings.
 A changed input, or another number of saved tensors, raises; nothing is ever guessed.
 
+Modules may take and return several tensors, in tuples, lists or by keyword. What comes from within the segment is made
+again; what comes from outside is held with the frame.
+
 A plan may ask for more than one second run. In a *nested* segment the first rerun only notes each unit's input; the units
 are then run again one by one, from the last, and a unit may itself be run in passes that each fill one part of its places.
 Outputs of operators that a plan *keeps* are held from the first forward and handed out in place of running them again. An
@@ -36,9 +39,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from hiresvis.backbone.chain import first_tensor
+from hiresvis.backbone.chain import first_tensor, handed_on
 from hiresvis.backbone.compiled import refuse_compiled_around, refuse_finer, refuse_wrappers
 from hiresvis.backbone.flops import PRODUCTS
 from hiresvis.backbone.host import HostMemory, Offloaded
@@ -158,6 +161,32 @@ class _Kept(TorchDispatchMode):
         return [tensor for output in self.outputs.values() for tensor in output.tensors]
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Stands for a tensor among a call's arguments: output `leaf` of the module at `position` of the segment; at -1 the segment's input."""
+
+    position: int
+    leaf: int
+
+
+_INPUT = _Made(-1, 0)
+
+
+@dataclass(slots=True)
+class _Arguments:
+    """What a module was called with: places of tensors made in the segment, tensors from outside, and whatever else."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def made(self) -> set[_Made]:
+        return {leaf for leaf in self.leaves if isinstance(leaf, _Made)}
+
+    def filled(self, values: Mapping[_Made, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tree_unflatten([values[leaf] if isinstance(leaf, _Made) else leaf for leaf in self.leaves], self.spec)
+
+
 @dataclass(slots=True)
 class _Run:
     """One second run: which unit it begins and ends with, and which places it fills."""
@@ -172,14 +201,16 @@ class _Frame:
 
     def __init__(self, segment: _SegmentRunner, args: tuple[Any, ...], device: torch.device) -> None:
         self.segment = segment
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[_Arguments] = []
         tensor = first_tensor(args)
         assert tensor is not None
         self.fake = isinstance(tensor, FakeTensor)
         self.device = device
-        self.inputs: dict[int, torch.Tensor] = {0: tensor.detach().requires_grad_(tensor.requires_grad)}  # by unit
-        self.requires_grad = [tensor.requires_grad]
-        self.input_version = tensor._version
+        self.inputs: dict[int, dict[_Made, torch.Tensor]] = {0: {_INPUT: _alone(tensor)}}  # what each unit needs
+        self.requires_grad: dict[_Made, bool] = {_INPUT: tensor.requires_grad}
+        self.found: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {id(tensor): (weakref.ref(tensor), _INPUT)}  # by identity
+        self.outside: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self.versions: list[tuple[torch.Tensor, int]] = [(self.inputs[0][_INPUT], tensor._version)]
         self.random: list[_RandomState | None] = []  # at each unit's start
         self.autocast = _Autocast(device.type)
         self.places: list[weakref.ref[_Place]] = []
@@ -189,10 +220,32 @@ class _Frame:
         self.kept: _Kept | None = _Kept(segment.keep) if segment.keep else None
         self.away: Offloaded | None = None
 
-    def begin_unit(self, tensor: torch.Tensor) -> None:
+    def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called; its arguments are remembered without keeping what the segment makes."""
+        leaves, spec = tree_flatten((args, kwargs))
+        self.calls.append(_Arguments([self._place_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec))
+
+    def _place_of(self, tensor: torch.Tensor) -> _Made | torch.Tensor:
+        found = self.found.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        held = self.outside.get(id(tensor))
+        if held is None or held[0]() is not tensor:
+            # Not the tensor itself: its graph would be held with it.
+            held = self.outside[id(tensor)] = (weakref.ref(tensor), _alone(tensor))
+            self.versions.append((held[1], tensor._version))
+        return held[1]
+
+    def note_output(self, position: int, output: Any) -> None:
+        """A module has returned; its tensors can be told among the arguments of later ones."""
+        for index, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor):
+                place = _Made(position, index)
+                self.found[id(leaf)] = (weakref.ref(leaf), place)
+                self.requires_grad[place] = leaf.requires_grad
+
+    def begin_unit(self) -> None:
         """The next unit of the first forward begins."""
-        if self.unit_places:
-            self.requires_grad.append(tensor.requires_grad)
         self.unit_places.append(len(self.places))
         # Reruns begin at the segment's input, and in a nest at any unit's.
         wanted = not self.fake and (self.segment.passes or not self.random)
@@ -200,12 +253,14 @@ class _Frame:
 
     def finish(self) -> None:
         """The first forward is over: random states that nobody drew from are forgotten, and what is offloaded leaves."""
+        self.found.clear()
+        self.outside.clear()
         first = self.random[0]
         if first is not None and first.same_as(_RandomState(self.device)):
             self.random = [None] * len(self.random)
         if self.segment.offload:
             kept = self.kept.tensors if self.kept else []
-            self.away = Offloaded([self.inputs.pop(0), *kept], self.segment.host)
+            self.away = Offloaded([self.inputs[0].pop(_INPUT), *kept], self.segment.host)
             for output in self.kept.outputs.values() if self.kept else ():
                 output.replace(torch.empty(0, device="meta") for _ in output.tensors)
 
@@ -240,18 +295,20 @@ class _Frame:
         if self.away is None:
             return
         found = iter(self.away.take())
-        self.inputs[0] = next(found).requires_grad_(self.requires_grad[0])
-        self.input_version = self.inputs[0]._version
+        tensor = next(found).requires_grad_(self.requires_grad[_INPUT])
+        self.inputs[0][_INPUT] = tensor
+        self.versions[0] = (tensor, tensor._version)
         for output in self.kept.outputs.values() if self.kept else ():
             output.replace(next(found) for _ in output.tensors)
         self.away = None
 
     def _check_unchanged(self) -> None:
-        if self.inputs[0]._version != self.input_version:
-            raise RuntimeError(
-                f"cannot recompute {self.segment.label}: its input was changed in place after the forward "
-                f"(version {self.inputs[0]._version}, was {self.input_version}); plan again with this unit stored"
-            )
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"cannot recompute {self.segment.label}: its input was changed in place after the forward "
+                    f"(version {tensor._version}, was {version}); plan again with this unit stored"
+                )
 
     def recompute(self, number: int) -> None:
         """Run what is needed again and fill the places that belong together with this one and that backward still holds."""
@@ -302,9 +359,18 @@ class _Frame:
                 "the model does not do the same twice, so it cannot be checkpointed here"
             )
 
-    def note_input(self, unit: int, tensor: torch.Tensor) -> None:
-        """A unit's input in a nested rerun: later reruns start there."""
-        self.inputs[unit] = tensor.detach().requires_grad_(self.requires_grad[unit])
+    def note_inputs(self, unit: int, values: Mapping[_Made, torch.Tensor]) -> None:
+        """What a unit and those after it need, in a nested rerun: later reruns start there."""
+        self.inputs[unit] = {place: value.detach().requires_grad_(self.requires_grad[place]) for place, value in values.items()}
+
+    def last_uses(self) -> dict[_Made, int]:
+        """The last position at which each tensor that the segment makes is an argument."""
+        return {place: position for position, call in enumerate(self.calls) for place in call.made}
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -358,8 +424,8 @@ class _SegmentRunner:
             )
         frame = self.frame
         if position == 0 or self.unit_of[position] != self.unit_of[position - 1]:
-            frame.begin_unit(tensor)
-        frame.calls.append((_without(args, tensor), kwargs))
+            frame.begin_unit()
+        frame.note_call(args, kwargs)
         versions = [_buffer_versions(module) for module in self.buffered]
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack), frame.kept or nullcontext():
@@ -370,9 +436,10 @@ class _SegmentRunner:
         for module, version in zip(self.buffered, versions, strict=True):
             if (_advances_statistics(module) or _buffer_versions(module) != version) and module not in frame.changed:
                 frame.changed.append(module)
-        result = first_tensor(output)
+        result = handed_on(output, args)
         assert result is not None
         self.last_output = weakref.ref(result)
+        frame.note_output(position, output)
         if position == len(self.modules) - 1:
             frame.finish()
             self.frame = None
@@ -380,18 +447,24 @@ class _SegmentRunner:
 
     def run_again(self, frame: _Frame, begin: int, end: int) -> None:
         """Units `begin` to `end`, from the input that the frame holds for the first of them."""
-        value = frame.inputs[begin]
+        values = dict(frame.inputs[begin])
+        last_uses = frame.last_uses()
         self.recomputing = True
         try:
-            for position, (module, (args, kwargs)) in enumerate(zip(self.modules, frame.calls, strict=True)):
+            for position, (module, call) in enumerate(zip(self.modules, frame.calls, strict=True)):
                 unit = self.unit_of[position]
                 if unit < begin:
                     continue
                 if unit > end:
                     break
                 if self.passes and unit > begin and unit != self.unit_of[position - 1]:
-                    frame.note_input(unit, value)
-                value = first_tensor(module(*_with(args, value), **kwargs))  # type: ignore[assignment]
+                    frame.note_inputs(unit, values)
+                args, kwargs = call.filled(values)
+                for leaf, value in enumerate(tree_leaves(module(*args, **kwargs))):
+                    if last_uses.get(_Made(position, leaf), -1) > position:
+                        values[_Made(position, leaf)] = value
+                values = {place: value for place, value in values.items() if last_uses.get(place, -1) > position}
+                del args, kwargs
         finally:
             self.recomputing = False
 
@@ -403,21 +476,6 @@ def _buffer_versions(module: nn.Module) -> list[int]:
 def _advances_statistics(module: nn.Module) -> bool:
     """Batch norm's kernels write the running statistics without raising their version."""
     return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
-
-
-class _ChainTensor:
-    """Marks where the chain's tensor goes among captured arguments."""
-
-
-_CHAIN_TENSOR = _ChainTensor()
-
-
-def _without(args: tuple[Any, ...], tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(_CHAIN_TENSOR if value is tensor else value for value in args)
-
-
-def _with(args: tuple[Any, ...], tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor if value is _CHAIN_TENSOR else value for value in args)
 
 
 class _Around:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hiresvis.backbone.chain import Chain, find_chain, first_tensor
+from hiresvis.backbone.chain import Chain, find_chain, first_tensor, handed_on
 from hiresvis.backbone.flops import PRODUCTS, forward_flops
 from hiresvis.backbone.slices import run_in_slices, why_not
 from hiresvis.backbone.ways import Place, Product, Tape, flops_to_last_save, ways_of
@@ -298,7 +298,7 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
 
     def end(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = first_tensor(output)
+            tensor = handed_on(output, args)
             assert tensor is not None
             number = recorder.number(tensor)
             recorder.intervals[2 * index + 1].output_number = recorder.intervals[2 * index + 2].input_number = number
