@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,8 @@ def verify_plan(
         device: None: the model's. On a GPU deterministic kernels are taken where there are any.
 
     Raises:
-        HiresvisError: something differs; the step and the first difference (loss, gradient, parameter, buffer or random state) are named.
+        HiresvisError: something differs; the step and the first difference (loss, gradient, parameter, buffer, optimizer state or random state) are
+            named.
         ValueError: the plan is for another model, or was made with another release of torch or timm.
     """
     check_plan(model, plan)
@@ -76,23 +77,27 @@ def verify_plan(
     close = any(segment.tier in _CLOSE or segment.slices for segment in plan.segments)
     tolerance = _TOLERANCE[plan.precision] if close else 0.0
     with _deterministic(where), torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
-        bare, planned = (_Run(copy.deepcopy(model).to(where), plan.precision) for _ in range(2))
+        bare, planned = (Training(copy.deepcopy(model).to(where), plan.precision) for _ in range(2))
         handle = segments.apply_plan(planned.model, plan)
-        counts = _count_forwards(planned.model, plan)
+        counts = count_forwards(planned.model, plan.unit_modules)
         for step in range(1, steps + 1):
-            images = _images(model, micro_batch, size, step).to(where)
+            images = random_images(model, micro_batch, size, step).to(where)
             counts.clear()
-            before, after = bare.step(images, step), planned.step(images, step)
-            for name in [*before, *(name for name in after if name not in before)]:
-                difference = _difference(before.get(name), after.get(name), tolerance)
-                if difference is not None:
-                    raise HiresvisError(f"step {step}: the {name} differs with the plan: {difference}")
+            difference = first_difference(bare.step(images, step), planned.step(images, step), tolerance)
+            if difference is not None:
+                name, told = difference
+                raise HiresvisError(f"step {step}: the {name} differs with the plan: {told}")
         handle.remove()
     return Verification(steps=steps, micro_batch=micro_batch, image_size=size, tolerance=tolerance, forwards=dict(counts))
 
 
-class _Run:
-    """A copy of the model under training."""
+class Training:
+    """A model under training with SGD and momentum; its steps tell what they leave.
+
+    Args:
+        model: is trained itself, not a copy of it.
+        precision: fp32, bf16 or fp16 (autocast).
+    """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         self.model, self.dtype = model, _AUTOCAST.get(precision)
@@ -117,23 +122,27 @@ class _Run:
         self.optimizer.step()
         left |= {f"parameter {name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         left |= {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            left |= {f"optimizer state {key} of {name}": torch.as_tensor(value) for key, value in state.items() if value is not None}
         return left
 
 
-def _images(model: nn.Module, count: int, size: tuple[int, int], seed: int) -> torch.Tensor:
+def random_images(model: nn.Module, count: int, size: tuple[int, int], seed: int) -> torch.Tensor:
+    """Images of a seed in the number of channels and the memory format that the model takes; size is (height, width)."""
     images = torch.rand(count, image_channels(model), *size, generator=torch.Generator().manual_seed(seed))
     return images.to(memory_format=torch.channels_last) if in_channels_last(model) else images
 
 
-def _count_forwards(model: nn.Module, plan: CheckpointPlan) -> Counter[str]:
-    """Counts the forwards of each unit, by the name of its first module."""
+def count_forwards(model: nn.Module, unit_modules: Sequence[Sequence[str]]) -> Counter[str]:
+    """A count of each unit's forwards from now on, by the name of its first module."""
     counts: Counter[str] = Counter()
 
     def count(name: str) -> Any:
         return lambda *_: counts.update([name])
 
     modules = dict(model.named_modules())
-    for names in plan.unit_modules:
+    for names in unit_modules:
         if names:
             modules[names[0]].register_forward_pre_hook(count(names[0]))
     return counts
@@ -147,6 +156,17 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return one.is_floating_point() and bool((one.double() - other.double()).norm() <= tolerance * one.double().norm())
+
+
+def first_difference(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], tolerance: float = 0.0
+) -> tuple[str, str] | None:
+    """The name of the first tensor that differs and in what, bit for bit or by more than a share of its norm; None: none does."""
+    for name in [*before, *(name for name in after if name not in before)]:
+        told = _difference(before.get(name), after.get(name), tolerance)
+        if told is not None:
+            return name, told
+    return None
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> str | None:

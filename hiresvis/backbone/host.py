@@ -80,7 +80,7 @@ class Offloaded:
             self._leave_gpu(tensors)
             return
         with _disable_current_modes():  # host memory is not the device's: nobody counts it
-            self.copies = [_dense(tensor).clone() for tensor in tensors]
+            self.copies = [_dense(tensor, strides).clone() for tensor, (_, _, strides) in zip(tensors, self.layouts, strict=True)]
 
     def _leave_gpu(self, tensors: Sequence[torch.Tensor]) -> None:
         memory, stream, computing = self.memory, self.memory.stream(self.device), torch.cuda.current_stream(self.device)
@@ -88,8 +88,8 @@ class Offloaded:
             computing.wait_event(memory.leaving[0])
         stream.wait_stream(computing)
         with torch.no_grad(), torch.cuda.stream(stream), _disable_current_modes():
-            for tensor in tensors:
-                dense = _dense(tensor)
+            for tensor, (_, _, strides) in zip(tensors, self.layouts, strict=True):
+                dense = _dense(tensor, strides)
                 buffer = memory.buffer(dense.nbytes)
                 buffer.view(dense.dtype).copy_(dense, non_blocking=True)
                 self.copies.append(buffer)
@@ -108,13 +108,13 @@ class Offloaded:
         with torch.no_grad(), _disable_current_modes():
             if self.device.type != "cuda":
                 for tensor, saved in zip(here, self.copies, strict=True):
-                    _dense(tensor).copy_(saved)
+                    _fill(tensor, saved)
             else:
                 stream = self.memory.stream(self.device)
                 stream.wait_stream(torch.cuda.current_stream(self.device))
                 with torch.cuda.stream(stream):
                     for tensor, saved in zip(here, self.copies, strict=True):
-                        _dense(tensor).copy_(saved.view(tensor.dtype), non_blocking=True)
+                        _fill(tensor, saved.view(tensor.dtype))
                     self.arrived = torch.cuda.Event()
                     self.arrived.record(stream)
         self.here = here
@@ -142,18 +142,34 @@ def _empty(layout: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim)))
-
-
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of the tensor where it has no gaps, else row by row."""
-    if tensor.permute(_memory_order(tensor)).is_contiguous():
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
+    """The tensor's own, gaps and expanded dimensions included: kernels may add in another order for others. Row by row where elements
+    overlap in some other way."""
+    dense = 1
+    whole = _ordered(tensor)
+    for size, stride in zip(reversed(whole.shape), reversed(whole.stride()), strict=True):
+        if size > 1 and stride < dense:
+            return torch.empty(tensor.shape, device="meta").stride()
+        dense = max(dense, size * stride)
+    return tensor.stride()
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as one flat run of memory: a view where the tensor has no gaps, else a copy, row by row."""
-    flat = tensor.detach().permute(_memory_order(tensor))
-    return flat.view(-1) if flat.is_contiguous() else tensor.detach().contiguous().view(-1)
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements in the order in which they lie in memory, without what is expanded."""
+    found = tensor.detach()
+    for dim in range(found.dim()):
+        if found.stride(dim) == 0 and found.size(dim) > 1:
+            found = found.narrow(dim, 0, 1)
+    return found.permute(sorted(range(found.dim()), key=lambda dim: (-found.stride(dim), -found.size(dim))))
+
+
+def _dense(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The elements as one flat run of memory: a view where the tensor has no gaps, else a copy. `strides`: those that it comes back with."""
+    elements = _ordered(tensor) if strides == tensor.stride() else tensor.detach()
+    return elements.reshape(-1)
+
+
+def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    """Put back what `_dense` took of a tensor with these strides."""
+    elements = _ordered(tensor)
+    elements.copy_(saved.view(elements.shape), non_blocking=True)
