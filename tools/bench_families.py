@@ -215,7 +215,7 @@ def build(family: Family) -> nn.Module:
     """
     kwargs: dict[str, Any] = {"num_classes": CLASSES, **family.kwargs}
     last: Exception | None = None
-    for more in ({"img_size": family.px}, *({name: DROP_RATE} for name in DROPS)):
+    for more in ({"img_size": (family.px, family.px)}, *({name: DROP_RATE} for name in DROPS)):
         try:
             with torch.device("meta"):
                 timm.create_model(family.model, **kwargs, **more)
@@ -386,14 +386,14 @@ def check(model: nn.Module, bare: Mapping[str, torch.Tensor], profile: MemoryPro
 def closeness(model: nn.Module, profile: MemoryProfile, px: int, segments: Sequence[Segment]) -> float:
     """The largest difference of a gradient after one step with the plan, over its norm.
 
-    A gradient that is nothing but rounding (under a millionth of the norm of all together: the bias of attention's keys, biases before a
-    norm) has no digits to compare; it is held against that millionth.
+    A gradient that is nothing but rounding (under a hundred-thousandth of the norm of all together: the bias of attention's keys, biases before a
+    norm) has no digits to compare; it is held against that part.
     """
     models = [copy.deepcopy(model) for _ in range(2)]
     apply_segments(models[1], segments, [unit.modules for unit in profile.units])
     before, after = (train(one, px, 1) for one in models)
     gradients = {name: value.double() for name, value in before.items() if name.startswith("gradient of ")}
-    least = 1e-6 * float(torch.stack([value.norm() for value in gradients.values()]).norm())
+    least = 1e-5 * float(torch.stack([value.norm() for value in gradients.values()]).norm())
     shares = [float((value - after[name].double()).norm()) / max(float(value.norm()), least) for name, value in gradients.items()]
     return max(shares)
 

@@ -105,6 +105,7 @@ class _Interval:
     again_flops: int = 0  # of forwards inside backward
     again_traffic: int = 0
     operators: int = 0
+    parts: bool = False  # the units before and after do not hand a tensor on, though no operator is between them
     made: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
     casts: set[int] = field(default_factory=set)
@@ -310,6 +311,7 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
         return hook
 
     for index, unit in enumerate(chain.units):
+        recorder.intervals[2 * index].parts = index > 0 and not unit.linked
         handles.append(modules[unit.modules[0]].register_forward_pre_hook(begin(index)))
         handles.append(modules[unit.modules[-1]].register_forward_hook(end(index)))
     try:
@@ -706,7 +708,9 @@ class _Layout:
         self.first, self.dropped = first, dropped
         intervals = self.first.intervals
         last = len(intervals) - 1
-        self.kept = [index for index, interval in enumerate(intervals) if index % 2 == 1 or interval.operators or index == last]
+        self.kept = [
+            index for index, interval in enumerate(intervals) if index % 2 == 1 or interval.operators or interval.parts or index == last
+        ]
         numbers = [intervals[index].input_number for index in self.kept] + [intervals[last].output_number]
         numbers_dropped = [dropped.intervals[index].input_number for index in self.kept] + [None]
         self.boundary_numbers = numbers
