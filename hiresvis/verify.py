@@ -64,8 +64,8 @@ def verify_plan(
         device: None: the model's. On a GPU deterministic kernels are taken where there are any.
 
     Raises:
-        HiresvisError: something differs; the step and the first difference (loss, gradient, parameter, buffer, optimizer state or random state) are
-            named.
+        HiresvisError: something differs; the step and the first difference are named (loss, random state, gradient, parameter, buffer, or
+            optimizer state).
         ValueError: the plan is for another model, or was made with another release of torch or timm.
     """
     check_plan(model, plan)

@@ -39,6 +39,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from hiresvis.backbone.chain import ChainUnit, find_chain
 from hiresvis.backbone.input_size import fit_input
 from hiresvis.backbone.segments import apply_segments
 from hiresvis.backbone.trace import fake_copy, trace_costs
@@ -49,7 +50,7 @@ from hiresvis.memory.costs import MemoryProfile, Recompute, UnitCosts
 from hiresvis.memory.peak import StepSetting, predict_peak
 from hiresvis.memory.plan import NoPlan, Segment, store_all, uniform
 from hiresvis.memory.search import Limits, Planner
-from hiresvis.verify import Training, count_forwards, first_difference, random_images
+from hiresvis.verify import Training, count_forwards, first_difference
 
 CLASSES = 4
 STEPS = 3
@@ -229,8 +230,9 @@ def build(family: Family) -> nn.Module:
     except TypeError:
         raise last or ValueError(family.model) from None
     drops = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
-    for module in drops[len(drops) // 2 :]:
-        module.p = 0.0
+    for index, module in enumerate(drops):
+        if module.inplace or index >= len(drops) // 2:  # in place after a softmax, TNT cannot be trained at all
+            module.p = 0.0
     return model
 
 
@@ -278,23 +280,31 @@ def _each(profile: MemoryProfile, choose: Callable[[UnitCosts], Recompute | None
     return tuple(segments)
 
 
-def _runs(profile: MemoryProfile, length: int | None) -> Iterator[tuple[int, int]]:
+def _joins(unit: UnitCosts | ChainUnit) -> bool:
+    """Whether a segment may go on over this unit."""
+    return unit.linked if isinstance(unit, ChainUnit) else unit.recomputable and bool(unit.modules)
+
+
+def _runs(units: Sequence[UnitCosts] | Sequence[ChainUnit], length: int | None) -> Iterator[tuple[int, int]]:
     """Segments of up to that many units (None: as many as the chain allows), and single units that cannot be recomputed."""
-    index, units = 0, profile.units
+    index = 0
     while index < len(units):
         end = index + 1
-        if units[index].recomputable and units[index].opens_segment:
-            while end < len(units) and units[end].recomputable and units[end].modules and (length is None or end - index < length):
-                if length is not None and not units[end].opens_segment:
-                    break
+        if units[index].opens_segment:
+            while end < len(units) and _joins(units[end]) and (length is None or (end - index < length and units[end].opens_segment)):
                 end += 1
         yield index, end
         index = end
 
 
+def longest(units: Sequence[UnitCosts] | Sequence[ChainUnit]) -> tuple[Segment, ...]:
+    """Segments as long as the chain allows."""
+    return tuple(Segment(start, end, "recompute" if units[start].opens_segment else "store") for start, end in _runs(units, None))
+
+
 def _nested(profile: MemoryProfile, length: int) -> tuple[Segment, ...]:
     segments = []
-    for start, end in _runs(profile, length):
+    for start, end in _runs(profile.units, length):
         units = profile.units[start:end]
         if not all(unit.ways for unit in units):
             segments += [Segment(index, index + 1) for index in range(start, end)]
@@ -304,19 +314,15 @@ def _nested(profile: MemoryProfile, length: int) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def plans(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
+def plans_of(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
     """A plan for each tier that the profile has something for."""
 
     def plain(unit: UnitCosts) -> list[Recompute]:
         return [way for way in unit.ways if not way.sliced]
 
-    longest = tuple(
-        Segment(start, end, "recompute" if profile.units[start].recomputable and profile.units[start].opens_segment else "store")
-        for start, end in _runs(profile, None)
-    )
     found = {
         "recompute": uniform(profile, 1),
-        "segments": longest,
+        "segments": longest(profile.units),
         "keep": _each(profile, lambda unit: max(plain(unit), key=lambda way: (len(way.keep), len(way.passes)), default=None)),
         "passes": _each(profile, lambda unit: max(plain(unit), key=lambda way: (len(way.passes), -len(way.keep)), default=None)),
         "nested": _nested(profile, 3),
@@ -336,12 +342,12 @@ def plans(profile: MemoryProfile) -> dict[str, tuple[Segment, ...]]:
     }
 
 
-def expected_forwards(profile: MemoryProfile, segments: Sequence[Segment]) -> dict[str, int]:
+def expected_forwards(units: Sequence[UnitCosts] | Sequence[ChainUnit], segments: Sequence[Segment]) -> dict[str, int]:
     """How often a plan says that each unit runs forward in a step, by the name of its first module."""
     expected = {}
     for segment in segments:
         for index in range(segment.start, segment.end):
-            unit = profile.units[index]
+            unit = units[index]
             times = 1
             if segment.tier != "store":
                 passes = len(segment.passes[index - segment.start]) + 1 if segment.passes else 1
@@ -357,14 +363,20 @@ def train(model: nn.Module, px: int, steps: int) -> dict[str, torch.Tensor]:
     training = Training(model, "fp32")
     left: dict[str, torch.Tensor] = {}
     for step in range(1, steps + 1):
-        left = training.step(random_images(model, IMAGES, (px, px), step), step)
+        left = training.step(torch.rand(IMAGES, 3, px, px, generator=torch.Generator().manual_seed(step)), step)
     return left
 
 
-def check(model: nn.Module, bare: Mapping[str, torch.Tensor], profile: MemoryProfile, px: int, segments: Sequence[Segment]) -> str:
+def check(
+    model: nn.Module,
+    bare: Mapping[str, torch.Tensor],
+    units: Sequence[UnitCosts] | Sequence[ChainUnit],
+    px: int,
+    segments: Sequence[Segment],
+) -> str:
     """Trains a copy with the plan. "exact", or what differs, or what ran more or less often than the plan says."""
     copied = copy.deepcopy(model)
-    names = [unit.modules for unit in profile.units]
+    names = [unit.modules for unit in units]
     apply_segments(copied, segments, names)
     counts = count_forwards(copied, names)
     try:
@@ -374,7 +386,7 @@ def check(model: nn.Module, bare: Mapping[str, torch.Tensor], profile: MemoryPro
     difference = first_difference(bare, after)
     if difference is not None:
         return f"the {difference[0]} differs: {difference[1]}"
-    expected = expected_forwards(profile, segments)
+    expected = expected_forwards(units, segments)
     trained = {name: any(True for _ in copied.get_submodule(name).parameters()) for name in expected}
     for name, times in expected.items():
         # What is saved nothing of, such as a last pooling, need not run again.
@@ -386,8 +398,8 @@ def check(model: nn.Module, bare: Mapping[str, torch.Tensor], profile: MemoryPro
 def closeness(model: nn.Module, profile: MemoryProfile, px: int, segments: Sequence[Segment]) -> float:
     """The largest difference of a gradient after one step with the plan, over its norm.
 
-    A gradient that is nothing but rounding (under a hundred-thousandth of the norm of all together: the bias of attention's keys, biases before a
-    norm) has no digits to compare; it is held against that part.
+    A gradient that is nothing but rounding (under a hundred-thousandth of the norm of all together: the bias of attention's keys,
+    biases before a norm) has no digits to compare; it is held against that part.
     """
     models = [copy.deepcopy(model) for _ in range(2)]
     apply_segments(models[1], segments, [unit.modules for unit in profile.units])
@@ -466,12 +478,12 @@ def run(family: Family, *, tiers: Sequence[str] = (*BITWISE, "slices", "timm", "
     row = Row(family.module, family.model, family.px, sum(parameter.numel() for parameter in model.parameters()), random_parts(model))
     try:
         profile = trace(family, model)
-    except ValueError as error:
-        row.refused = str(error)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        row.refused = (str(error).splitlines() or [type(error).__name__])[0]
         return row
     row.trace_s = time.monotonic() - started
     row.units, row.recomputable = len(profile.units), recomputable_share(profile)
-    found = plans(profile)
+    found = plans_of(profile)
     if "recompute" not in found:
         row.refused = "no unit can be run again"
         return row
@@ -483,13 +495,26 @@ def run(family: Family, *, tiers: Sequence[str] = (*BITWISE, "slices", "timm", "
         setting = StepSetting(accumulates=False, eval_batch=0)
         row.predicted = planned / predict_peak(profile, least, COUNTED_IMAGES, setting).counted_bytes
     bare = train(copy.deepcopy(model), family.px, STEPS)
-    row.tiers = {name: check(model, bare, profile, family.px, found[name]) for name in BITWISE if name in found and name in tiers}
+    row.tiers = {name: check(model, bare, profile.units, family.px, found[name]) for name in BITWISE if name in found and name in tiers}
     if "slices" in found and "slices" in tiers:
         row.slices = closeness(model, profile, family.px, found["slices"])
     if "timm" in tiers:
         row.timm = check_timm(model, bare, family.px)
     row.seconds = time.monotonic() - started
     return row
+
+
+def quick(family: Family) -> dict[str, str]:
+    """The first two tiers by the chain alone: untraced, and so in a second or two."""
+    model = build(family)
+    mode, fake = fake_copy(model)
+    with mode:
+        images = torch.zeros(IMAGES, 3, family.px, family.px)
+        units = find_chain(fake, lambda: fake(images)).units
+    single = tuple(Segment(index, index + 1, "recompute" if unit.opens_segment else "store") for index, unit in enumerate(units))
+    bare = train(copy.deepcopy(model), family.px, STEPS)
+    plans = {"recompute": single, "segments": longest(units)}
+    return {name: check(model, bare, units, family.px, segments) for name, segments in plans.items()}
 
 
 def shard(names: Sequence[str], text: str) -> list[str]:

@@ -164,7 +164,7 @@ def _ordered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The elements as one flat run of memory: a view where the tensor has no gaps, else a copy. `strides`: those that it comes back with."""
+    """The elements as one flat run of memory, in the order of the strides they come back with: a view without gaps, else a copy."""
     elements = _ordered(tensor) if strides == tensor.stride() else tensor.detach()
     return elements.reshape(-1)
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hiresvis.backbone.chain import Chain, find_chain, first_tensor, handed_on
+from hiresvis.backbone.chain import Chain, find_chain, first_tensor, handed_on, tensors_in
 from hiresvis.backbone.flops import PRODUCTS, forward_flops
 from hiresvis.backbone.slices import run_in_slices, why_not
 from hiresvis.backbone.ways import Place, Product, Tape, flops_to_last_save, ways_of
@@ -112,6 +112,7 @@ class _Interval:
     alive_at_entry: set[int] = field(default_factory=set)
     alive_at_backward: set[int] = field(default_factory=set)
     input_number: int | None = None
+    besides: list[int] = field(default_factory=list)  # other storages that the unit is given
     output_number: int | None = None
     input_gradient: bool = False
     keeps_shape: bool = False  # a unit's output is of its input's kind
@@ -284,11 +285,13 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
     inputs: dict[int, object] = {}
 
     def begin(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             tensor = first_tensor(args)
             assert tensor is not None
             before, unit = recorder.intervals[2 * index], recorder.intervals[2 * index + 1]
             unit.input_number = before.output_number = recorder.number(tensor)
+            numbers = [recorder.number(other) for other in tensors_in((args, kwargs))]
+            unit.besides = [number for number in numbers if number is not None and number != unit.input_number]
             unit.input_gradient = tensor.requires_grad
             inputs[index] = _kind_of(tensor)
             if tensor.requires_grad and before.operators:
@@ -303,7 +306,8 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             assert tensor is not None
             number = recorder.number(tensor)
             recorder.intervals[2 * index + 1].output_number = recorder.intervals[2 * index + 2].input_number = number
-            recorder.intervals[2 * index + 1].keeps_shape = inputs.pop(index) == _kind_of(tensor)
+            alike = inputs.pop(index) == _kind_of(tensor)
+            recorder.intervals[2 * index + 1].keeps_shape = alike and tensor is output and isinstance(args[0], torch.Tensor)
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
             recorder.enter(2 * index + 2)
@@ -312,7 +316,7 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
 
     for index, unit in enumerate(chain.units):
         recorder.intervals[2 * index].parts = index > 0 and not unit.linked
-        handles.append(modules[unit.modules[0]].register_forward_pre_hook(begin(index)))
+        handles.append(modules[unit.modules[0]].register_forward_pre_hook(begin(index), with_kwargs=True))
         handles.append(modules[unit.modules[-1]].register_forward_hook(end(index)))
     try:
         yield
@@ -684,6 +688,8 @@ def _assemble(
                 input_id=first.boundary_ids[position],
                 output_id=first.boundary_ids[position + 1],
                 saves=first.saved_boundaries(index),
+                needs=first.needs(index),
+                makes=first.makes(index),
                 cast=first.casts(index),
                 held=first.held(index),
                 input_gradient=first.input_gradient(index),
@@ -720,6 +726,12 @@ class _Layout:
         self.id_of_dropped = {
             number: identity for number, identity in zip(numbers_dropped, self.boundary_ids, strict=True) if number is not None
         }
+        made = set().union(*(interval.made for interval in intervals))
+        for interval, other in zip(intervals, dropped.intervals, strict=True):
+            for number, number_dropped in zip(interval.besides, other.besides, strict=True):
+                if number in made:  # neither a weight nor a buffer
+                    identity = self.id_of.setdefault(number, distinct.setdefault(number, len(distinct)))
+                    self.id_of_dropped.setdefault(number_dropped, identity)
         self.boundary_sizes = [0] * len(distinct)
         for number, identity in distinct.items():
             if number is not None:
@@ -777,6 +789,14 @@ class _Layout:
 
     def saved_boundaries(self, index: int) -> tuple[int, ...]:
         return tuple(sorted({self.id_of[number] for number in self.first.intervals[index].saved if number in self.id_of}))
+
+    def needs(self, index: int) -> tuple[int, ...]:
+        return tuple(sorted({self.id_of[number] for number in self.first.intervals[index].besides if number in self.id_of}))
+
+    def makes(self, index: int) -> tuple[int, ...]:
+        interval = self.first.intervals[index]
+        found = {self.id_of[number] for number in interval.made if number in self.id_of and number != interval.output_number}
+        return tuple(sorted(found))
 
     def interior(self, index: int) -> int:
         made = self.first.intervals[index].made & self.all_saved

@@ -15,7 +15,7 @@ from typing import Any, Literal
 Kind = Literal["stem", "block", "downsample", "norm", "head", "glue"]
 Tier = Literal["store", "keep", "recompute", "offload", "chunk", "tile"]
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,8 @@ class UnitCosts:
         input_id, output_id: numbers of the boundary storages.
         input, output: their sizes.
         saves: numbers of all boundaries that the unit's autograd nodes keep.
+        needs: numbers of what it is given besides its input, which a second run needs too.
+        makes: numbers of what it makes besides its output and hands to other units.
         interior: other storages made here that autograd keeps, when the unit is stored.
         cast: copies of weights in the autocast precision; cached until the forward ends, whatever the plan.
         held: numbers of boundaries that Python frames hold while the unit runs forward.
@@ -177,6 +179,8 @@ class UnitCosts:
     traffic: Affine
     sliceable: tuple[str, ...]
     ways: tuple[Recompute, ...]
+    needs: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
 
     @property
     def num_runs(self) -> int:
@@ -246,6 +250,12 @@ class MemoryProfile:
     def boundary_bytes(self, numbers: Iterable[int], batch: int) -> int:
         """Total size of these boundaries, each counted once."""
         return sum(self.boundaries[number].at(batch) for number in set(numbers))
+
+    def given_besides(self, start: int, end: int) -> frozenset[int]:
+        """Boundaries that a second run of these units needs from outside, the input aside."""
+        units = self.units[start:end]
+        made = {number for unit in units for number in (*unit.makes, unit.output_id)}
+        return frozenset(number for unit in units for number in unit.needs) - made - {units[0].input_id}
 
     @property
     def forward_flops(self) -> int:

@@ -161,8 +161,9 @@ class Walk:
         units = self.profile.units[segment.start : segment.end]
         stored = segment.tier == "store"
         way = way_of(self.profile, segment)
+        besides = frozenset[int]() if stored else self.profile.given_besides(segment.start, segment.end)
         if not stored:
-            self._push(0, frozenset((units[0].input_id,)))
+            self._push(0, besides | {units[0].input_id})
         for unit in units:
             excess = unit.forward_stored if stored else way.forward if way else unit.forward_dropped
             live = self.saved(unit.held) + self.casts + self.gradients + self.in_transfer
@@ -174,7 +175,7 @@ class Walk:
         if segment.tier == "offload":
             # It leaves the device while the next segment runs; the one before has arrived by then.
             self.in_transfer = offloaded_bytes(self.profile, segment, self.batch)
-            self._replace(0, frozenset())
+            self._replace(0, besides)
             self.offloaded.append(segment)
         elif way:
             self._replace(way.kept.at(self.batch))
@@ -190,7 +191,8 @@ class Walk:
             # Back on the device; the next one to be needed is already on its way.
             self.offloaded.pop()
             way = way_of(self.profile, segment)
-            self._replace(way.kept.at(self.batch) if way else 0, frozenset((units[0].input_id,)))
+            besides = self.profile.given_besides(segment.start, segment.end)
+            self._replace(way.kept.at(self.batch) if way else 0, besides | {units[0].input_id})
             self.in_transfer = offloaded_bytes(self.profile, self.offloaded[-1], self.batch) if self.offloaded else 0
         if segment.passes:
             self._backward_in_passes(segment)
@@ -222,7 +224,7 @@ class Walk:
             live = self.saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
             self.note(live + unit.forward_dropped.at(self.batch), f"recompute of {unit.name}")
             casts += unit.cast
-            self._push(0, frozenset((unit.output_id,)))
+            self._push(0, frozenset((unit.output_id, *unit.makes)))
         casts = self.stored_casts
         for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
             way = find_way(unit, segment, passes)

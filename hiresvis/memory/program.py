@@ -231,7 +231,7 @@ class Program:
     def _alone(self, index: int, opening_kept: bool) -> Iterator[Option]:
         """One unit recomputed by itself, in each of its ways."""
         unit, size = self.profile.units[index], self.sizes[index]
-        opener = 0 if opening_kept else size.input
+        opener = (0 if opening_kept else size.input) + self._besides(index, index + 1)
         for way, forward, backward, cost in size.ways:
             kept = opener + way.kept.at(self.batch)
             need = max(
@@ -242,7 +242,17 @@ class Program:
             segment = Segment(index, index + 1, tier, (way.passes,), way.keep, unit.sliceable if way.sliced else ())
             yield Option(segment, cost + 1, opening_kept, False, kept, need)
 
+    def _besides(self, start: int, end: int) -> int:
+        """Bytes that a second run of these units needs from outside, the input aside."""
+        return sum(self.boundaries[number] for number in self.profile.given_besides(start, end))
+
     def _longer(self, start: int, opening_kept: bool) -> Iterator[Option]:
+        """Segments that start here, with what they are given besides their input."""
+        for option in self._longer_from_input(start, opening_kept):
+            besides = self._besides(start, option.segment.end)
+            yield replace(option, added=option.added + besides, need=option.need + besides) if besides else option
+
+    def _longer_from_input(self, start: int, opening_kept: bool) -> Iterator[Option]:
         """Segments that start here, run again at once or nested; their highest needs grow with them, so each is a step from the last."""
         units, numbers = self.profile.units, {self.profile.units[start].input_id}
         opener = 0 if opening_kept else self.sizes[start].input
