@@ -260,6 +260,7 @@ class _Frame:
             self.random = [None] * len(self.random)
         if self.segment.offload:
             kept = self.kept.tensors if self.kept else []
+            del self.versions[0]
             self.away = Offloaded([self.inputs[0].pop(_INPUT), *kept], self.segment.host)
             for output in self.kept.outputs.values() if self.kept else ():
                 output.replace(torch.empty(0, device="meta") for _ in output.tensors)
@@ -297,7 +298,7 @@ class _Frame:
         found = iter(self.away.take())
         tensor = next(found).requires_grad_(self.requires_grad[_INPUT])
         self.inputs[0][_INPUT] = tensor
-        self.versions[0] = (tensor, tensor._version)
+        self.versions.insert(0, (tensor, tensor._version))
         for output in self.kept.outputs.values() if self.kept else ():
             output.replace(next(found) for _ in output.tensors)
         self.away = None

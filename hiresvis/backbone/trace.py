@@ -25,6 +25,7 @@ import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
@@ -113,6 +114,7 @@ class _Interval:
     alive_at_backward: set[int] = field(default_factory=set)
     input_number: int | None = None
     besides: list[int] = field(default_factory=list)  # other storages that the unit is given
+    gradients: set[int] = field(default_factory=set)  # of all that it is given, those that get one
     output_number: int | None = None
     input_gradient: bool = False
     keeps_shape: bool = False  # a unit's output is of its input's kind
@@ -290,8 +292,12 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             assert tensor is not None
             before, unit = recorder.intervals[2 * index], recorder.intervals[2 * index + 1]
             unit.input_number = before.output_number = recorder.number(tensor)
-            numbers = [recorder.number(other) for other in tensors_in((args, kwargs))]
-            unit.besides = [number for number in numbers if number is not None and number != unit.input_number]
+            for given in tensors_in((args, kwargs)):
+                number = recorder.number(given)
+                if number is not None and number != unit.input_number:
+                    unit.besides.append(number)
+                if number is not None and given.requires_grad:
+                    unit.gradients.add(number)
             unit.input_gradient = tensor.requires_grad
             inputs[index] = _kind_of(tensor)
             if tensor.requires_grad and before.operators:
@@ -309,7 +315,12 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             alike = inputs.pop(index) == _kind_of(tensor)
             recorder.intervals[2 * index + 1].keeps_shape = alike and tensor is output and isinstance(args[0], torch.Tensor)
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
+                given = set(map(id, tensors_in(args)))
+                made = [one for one in tensors_in(output) if one.requires_grad and id(one) not in given]
+                if len(made) > 1:  # it begins where all of them have their gradients
+                    register_multi_grad_hook(made, lambda _: recorder.enter_backward(2 * index + 1))
+                else:
+                    tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
             recorder.enter(2 * index + 2)
 
         return hook
@@ -690,6 +701,7 @@ def _assemble(
                 saves=first.saved_boundaries(index),
                 needs=first.needs(index),
                 makes=first.makes(index),
+                gradients_beside=first.gradients_beside(index),
                 cast=first.casts(index),
                 held=first.held(index),
                 input_gradient=first.input_gradient(index),
@@ -797,6 +809,13 @@ class _Layout:
         interval = self.first.intervals[index]
         found = {self.id_of[number] for number in interval.made if number in self.id_of and number != interval.output_number}
         return tuple(sorted(found))
+
+    def gradients_beside(self, index: int) -> tuple[int, ...]:
+        intervals = self.first.intervals
+        made = set().union(*(interval.made for interval in intervals[: index + 1]))
+        later = set().union(*(interval.gradients for interval in intervals[index + 1 :]))
+        output = self.id_of.get(intervals[index].output_number)  # type: ignore[arg-type]
+        return tuple(sorted({self.id_of[number] for number in made & later if number in self.id_of} - {output}))
 
     def interior(self, index: int) -> int:
         made = self.first.intervals[index].made & self.all_saved

@@ -139,6 +139,8 @@ class UnitCosts:
         saves: numbers of all boundaries that the unit's autograd nodes keep.
         needs: numbers of what it is given besides its input, which a second run needs too.
         makes: numbers of what it makes besides its output and hands to other units.
+        gradients_beside: numbers of what was made by then whose gradients later units have left when its backward begins, its
+            output's aside.
         interior: other storages made here that autograd keeps, when the unit is stored.
         cast: copies of weights in the autocast precision; cached until the forward ends, whatever the plan.
         held: numbers of boundaries that Python frames hold while the unit runs forward.
@@ -181,6 +183,7 @@ class UnitCosts:
     ways: tuple[Recompute, ...]
     needs: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
+    gradients_beside: tuple[int, ...] = ()
 
     @property
     def num_runs(self) -> int:

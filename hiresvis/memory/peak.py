@@ -200,10 +200,14 @@ class Walk:
             self._backward_at_once(segment)
         self._pop()
 
+    def _gradient(self, unit: UnitCosts) -> int:
+        """The gradient of the unit's output, and others that wait for earlier units."""
+        return unit.output.at(self.batch) + sum(self.sizes[number] for number in unit.gradients_beside)
+
     def _backward_at_once(self, segment: Segment) -> None:
         """The segment's own entry holds its input; recompute stacks every unit's saved tensors on top of it."""
         units = self.profile.units[segment.start : segment.end]
-        output_gradient = units[-1].output.at(self.batch)
+        output_gradient = self._gradient(units[-1])
         casts = self.stored_casts
         for unit in units:
             live = self.saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
@@ -218,7 +222,7 @@ class Walk:
     def _backward_in_passes(self, segment: Segment) -> None:
         """The first rerun leaves each unit's input; then unit after unit, from the last, is recomputed by itself."""
         units = self.profile.units[segment.start : segment.end]
-        output_gradient = units[-1].output.at(self.batch)
+        output_gradient = self._gradient(units[-1])
         casts = self.stored_casts
         for unit in units[:-1]:
             live = self.saved((unit.input_id,)) + casts + self.gradients + output_gradient + self.in_transfer
@@ -229,7 +233,7 @@ class Walk:
         for unit, passes in zip(reversed(units), reversed(segment.passes), strict=True):
             way = find_way(unit, segment, passes)
             excess = way.backward_more if self.setting.accumulates else way.backward_first
-            live = self.saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
+            live = self.saved() + casts + self.gradients + self._gradient(unit) + self.in_transfer
             self.note(live + excess.at(self.batch), f"recompute and backward of {unit.name}")
             if not self.setting.accumulates:
                 self.gradients += unit.parameter_gradients
@@ -239,7 +243,7 @@ class Walk:
     def _backward_of(self, index: int, casts: int) -> None:
         unit = self.profile.units[index]
         excess = unit.backward_more if self.setting.accumulates else unit.backward_first
-        live = self.saved() + casts + self.gradients + unit.output.at(self.batch) + self.in_transfer
+        live = self.saved() + casts + self.gradients + self._gradient(unit) + self.in_transfer
         self.note(live + excess.at(self.batch), f"backward of {unit.name}")
         if not self.setting.accumulates:
             self.gradients += unit.parameter_gradients

@@ -321,7 +321,9 @@ class _Sizes:
 
     def __init__(self, program: Program, index: int) -> None:
         unit, batch, setting = program.profile.units[index], program.batch, program.setting
-        self.input, self.output, self.interior = unit.input.at(batch), unit.output.at(batch), unit.interior.at(batch)
+        self.input, self.interior = unit.input.at(batch), unit.interior.at(batch)
+        # As a gradient, with others that wait for earlier units.
+        self.output = unit.output.at(batch) + sum(program.boundaries[number] for number in unit.gradients_beside)
         self.forward_stored, self.forward_dropped = unit.forward_stored.at(batch), unit.forward_dropped.at(batch)
         self.backward = (unit.backward_more if setting.accumulates else unit.backward_first).at(batch)
         self.gradients = program.profile.gradients if setting.accumulates else program.later_gradients[index + 1]
