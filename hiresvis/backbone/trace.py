@@ -25,7 +25,6 @@ import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
@@ -306,6 +305,11 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
 
         return hook
 
+    def begin_backward(number: int) -> None:
+        # With several outputs it begins at the last gradient that comes before any of its operators runs.
+        if not recorder.intervals[number].unpacked:
+            recorder.enter_backward(number)
+
     def end(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensor = handed_on(output, args)
@@ -314,13 +318,10 @@ def _unit_hooks(model: nn.Module, chain: Chain, recorder: _Recorder) -> Iterator
             recorder.intervals[2 * index + 1].output_number = recorder.intervals[2 * index + 2].input_number = number
             alike = inputs.pop(index) == _kind_of(tensor)
             recorder.intervals[2 * index + 1].keeps_shape = alike and tensor is output and isinstance(args[0], torch.Tensor)
-            if tensor.requires_grad:
-                given = set(map(id, tensors_in(args)))
-                made = [one for one in tensors_in(output) if one.requires_grad and id(one) not in given]
-                if len(made) > 1:  # it begins where all of them have their gradients
-                    register_multi_grad_hook(made, lambda _: recorder.enter_backward(2 * index + 1))
-                else:
-                    tensor.register_hook(lambda _: recorder.enter_backward(2 * index + 1))
+            given = set(map(id, tensors_in(args))) - {id(tensor)}
+            for made in tensors_in(output):
+                if made.requires_grad and id(made) not in given:
+                    made.register_hook(lambda _: begin_backward(2 * index + 1))
             recorder.enter(2 * index + 2)
 
         return hook
@@ -740,14 +741,16 @@ class _Layout:
         }
         made = set().union(*(interval.made for interval in intervals))
         for interval, other in zip(intervals, dropped.intervals, strict=True):
-            for number, number_dropped in zip(interval.besides, other.besides, strict=True):
-                if number in made:  # neither a weight nor a buffer
-                    identity = self.id_of.setdefault(number, distinct.setdefault(number, len(distinct)))
-                    self.id_of_dropped.setdefault(number_dropped, identity)
+            for given, given_dropped in zip(interval.besides, other.besides, strict=True):
+                if given in made:  # neither a weight nor a buffer
+                    identity = self.id_of.setdefault(given, distinct.setdefault(given, len(distinct)))
+                    self.id_of_dropped.setdefault(given_dropped, identity)
         self.boundary_sizes = [0] * len(distinct)
         for number, identity in distinct.items():
             if number is not None:
                 self.boundary_sizes[identity] = self.first.sizes[number]
+        self.maker = {number: index for index, interval in enumerate(intervals) for number in interval.made if number in self.id_of}
+        self.last_gradient = {number: index for index, interval in enumerate(intervals) for number in interval.gradients}
         self.all_saved = set().union(*(interval.saved for interval in intervals))
         self.all_casts = set().union(*(interval.casts for interval in intervals))
 
@@ -811,11 +814,9 @@ class _Layout:
         return tuple(sorted(found))
 
     def gradients_beside(self, index: int) -> tuple[int, ...]:
-        intervals = self.first.intervals
-        made = set().union(*(interval.made for interval in intervals[: index + 1]))
-        later = set().union(*(interval.gradients for interval in intervals[index + 1 :]))
-        output = self.id_of.get(intervals[index].output_number)  # type: ignore[arg-type]
-        return tuple(sorted({self.id_of[number] for number in made & later if number in self.id_of} - {output}))
+        output = self.first.intervals[index].output_number
+        waiting = {number for number, maker in self.maker.items() if maker <= index < self.last_gradient.get(number, -1)}
+        return tuple(sorted({self.id_of[number] for number in waiting if number != output}))
 
     def interior(self, index: int) -> int:
         made = self.first.intervals[index].made & self.all_saved
