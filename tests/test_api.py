@@ -181,7 +181,7 @@ def test_training_is_the_same_bit_for_bit_in_a_plain_loop(recomputing):
     bare = train(make())
     model = make()
     handle = hiresvis.apply_plan(model, recomputing)
-    counts = verify._count_forwards(model, recomputing)
+    counts = verify.count_forwards(model, recomputing.unit_modules)
     planned = train(model)
     handle.remove()
     assert len(bare) == len(planned)
@@ -436,3 +436,14 @@ def test_plans_that_reassociate_sums_are_held_to_a_tolerance():
     assert verify._difference(torch.tensor([float("nan")]), torch.tensor([float("nan")]), tolerance=0) is None
     assert verify._difference(torch.arange(3), torch.arange(1, 4), tolerance=1e-4) == "3 of 3 values, by 1 at most"
     assert verify._difference(one, None, tolerance=0) == "there is none with it"
+
+
+def test_a_step_tells_of_all_that_it_leaves() -> None:
+    """Loss, random state, and every gradient, parameter, buffer and momentum: what `verify_plan` compares."""
+    model = make()
+    left = verify.Training(model, "fp32").step(torch.rand(2, 3, 96, 96), 1)
+    parameters = [name for name, _ in model.named_parameters()]
+    expected = {"loss", "random state", *(f"buffer {name}" for name, _ in model.named_buffers())}
+    for kind in ("gradient of {}", "parameter {}", "optimizer state momentum_buffer of {}"):
+        expected |= {kind.format(name) for name in parameters}
+    assert set(left) == expected
