@@ -31,6 +31,7 @@ SOURCES = (
     "backbone/chain.py",
     "backbone/flops.py",
     "backbone/input_size.py",
+    "backbone/record.py",
     "backbone/slices.py",
     "backbone/trace.py",
     "backbone/ways.py",

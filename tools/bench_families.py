@@ -41,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hiresvis.backbone.chain import ChainUnit, find_chain
 from hiresvis.backbone.input_size import fit_input
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy, trace_costs
+from hiresvis.backbone.trace import trace_costs
 from hiresvis.catalog import recomputable_share
 from hiresvis.device import StorageCounter
 from hiresvis.errors import RecipeError

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone.flops import forward_flops
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hiresvis.backbone.build import coarse_layers
-from hiresvis.backbone.trace import fake_copy
+from hiresvis.backbone.record import fake_copy
 from hiresvis.errors import Problem, RecipeError
 
 Freeze = Literal["none", "stem"] | int

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.chain import Chain
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy, trace_costs
+from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.plan import Segment, store_all, uniform

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.chain import Chain, find_chain
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy
 from hiresvis.memory.plan import Segment
 
 PX = {"swin_tiny_patch4_window7_224": 56, "eva02_tiny_patch14_224": 56}

@@ -15,8 +15,8 @@ from torch import nn
 
 from hiresvis.backbone.chain import find_chain
 from hiresvis.backbone.host import HostMemory, Offloaded
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
-from hiresvis.backbone.trace import fake_copy
 from hiresvis.memory.peak import StepSetting, predict_peak
 from hiresvis.memory.plan import Segment
 

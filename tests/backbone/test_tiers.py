@@ -229,7 +229,7 @@ def test_recomputed_flops_are_those_that_run(lab, name: str) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from hiresvis.backbone.flops import forward_flops
-    from hiresvis.backbone.trace import fake_copy
+    from hiresvis.backbone.record import fake_copy
 
     class Flops(TorchDispatchMode):
         total = 0
