@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hiresvis.backbone import segments
 from hiresvis.backbone.compiled import refuse_compiled_around, refuse_wrappers, without_finer_ways
 from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint, planned_already
+from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import block_bytes, in_use, release
 from hiresvis.errors import DoesNotFit, RecipeError
@@ -29,6 +31,7 @@ from hiresvis.units import format_size, parse_size
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _STRIDE = 32  # that smaller images are advised in
+_CHANNELS = 3
 _MOMENTUM = 0.9
 
 
@@ -274,7 +277,7 @@ def _profile(model: nn.Module, size: tuple[int, int], target: _Target, make_opti
         raise ValueError(f"a plan is applied already (at {taken!r}); remove it first, then plan")
     if not _trained(model):
         raise ValueError(f"no parameter of {name} requires a gradient: nothing would be trained")
-    channels = image_channels(model)
+    channels = image_channels(model, size)
     try:
         _, profile = trace_costs(
             _on_cpu(model),
@@ -312,9 +315,20 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def image_channels(model: nn.Module) -> int:
-    """Channels of the images: those that the first convolution takes; 3 without one."""
-    return next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+def image_channels(model: nn.Module, size: tuple[int, int]) -> int:
+    """Channels of the images: those that the first convolution takes, or 3 where it does not take the images themselves.
+
+    A model may rearrange pixels first (space to depth, a cosine transform); what it takes is then tried on fake tensors.
+    """
+    first = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), _CHANNELS)
+    if first == _CHANNELS:
+        return first
+    mode, fake = fake_copy(_on_cpu(model))
+    for channels in (first, _CHANNELS):
+        with suppress(Exception), mode, torch.no_grad():  # a refusal in whatever words
+            fake(torch.zeros(2, channels, *size))
+            return channels
+    return first
 
 
 def in_channels_last(model: nn.Module) -> bool:

@@ -130,7 +130,7 @@ class Training:
 
 def random_images(model: nn.Module, count: int, size: tuple[int, int], seed: int) -> torch.Tensor:
     """Images of a seed in the number of channels and the memory format that the model takes; size is (height, width)."""
-    images = torch.rand(count, image_channels(model), *size, generator=torch.Generator().manual_seed(seed))
+    images = torch.rand(count, image_channels(model, size), *size, generator=torch.Generator().manual_seed(seed))
     return images.to(memory_format=torch.channels_last) if in_channels_last(model) else images
 
 

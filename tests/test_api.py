@@ -447,3 +447,24 @@ def test_a_step_tells_of_all_that_it_leaves() -> None:
     for kind in ("gradient of {}", "parameter {}", "optimizer state momentum_buffer of {}"):
         expected |= {kind.format(name) for name in parameters}
     assert set(left) == expected
+
+
+class _Rearranges(nn.Module):
+    """Takes pixels apart before its first convolution, as TResNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU()) for _ in range(3)]
+        self.fold, self.blocks, self.head = nn.PixelUnshuffle(4), nn.Sequential(*blocks), nn.Linear(48, 5)
+
+    def forward(self, images):
+        return self.head(self.blocks(self.fold(images)).mean((2, 3)))
+
+
+def test_a_model_that_rearranges_pixels_first_is_planned_and_verified():
+    """The first convolution's 48 channels are not the images'."""
+    model = _Rearranges()
+    found = plan(model, image_size=64, batch=4, spacing=1, precision="fp32")
+    assert hiresvis.verify_plan(model, found).micro_batch == 2
+    assert api.image_channels(model, (64, 64)) == 3
+    assert api.image_channels(nn.Sequential(nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)), (8, 8)) == 5

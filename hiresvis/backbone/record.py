@@ -342,6 +342,8 @@ class Recorder(StorageCounter):
         interval.alive_at_entry = self.alive()
 
     def enter_backward(self, index: int) -> None:
+        if self.in_backward and index > self.now:
+            return  # a tensor that later units only hand through has its gradient when the one that made it begins
         self.now, self.in_backward, self.landed_bytes = index, True, 0
         interval = self.intervals[index]
         interval.backward_entry, interval.backward_levels, interval.backward_more_levels = self.live_bytes, [], []

@@ -18,7 +18,7 @@ from hiresvis.backbone.host import HostMemory, Offloaded
 from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.segments import apply_segments
 from hiresvis.memory.peak import StepSetting, predict_peak
-from hiresvis.memory.plan import Segment
+from hiresvis.memory.plan import Segment, uniform
 
 SHARDS = 16  # of the slow table; a few minutes each on one core
 
@@ -229,3 +229,41 @@ def test_the_peak_of_blocks_that_hand_on_tuples_is_predicted(lab, plan: str) -> 
     # Run again all at once, a unit is taken to make both its outputs, though its second run may end before.
     above = 2 * profile.units[first].output.at(33) if plan in ("alone", "pairs") else 0
     assert measured.single * 0.99 <= predicted <= measured.single * 1.01 + above
+
+
+class _Beside(nn.Module):
+    """A block that works on its second map and hands the first one through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Conv2d(16, 16, 1), nn.GELU(), nn.Conv2d(16, 16, 1))
+
+    def forward(self, kept: torch.Tensor, small: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kept, small + self.parts(small)
+
+
+class _HandsThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 4)
+        self.wide = nn.Sequential(nn.Conv2d(16, 64, 1), nn.GELU(), nn.Conv2d(64, 16, 1), nn.GELU())
+        self.blocks = nn.ModuleList(_Beside() for _ in range(3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        kept = self.wide(self.stem(images))
+        small = nn.functional.avg_pool2d(kept, 2)
+        for block in self.blocks:
+            kept, small = block(kept, small)
+        return self.head(small.mean((2, 3)))
+
+
+def test_a_tensor_that_later_units_only_hand_through_leaves_backward_to_its_maker(lab) -> None:
+    """Its gradient comes once for all that were given it; what backward then holds is the maker's, and its peak is predicted."""
+    torch.manual_seed(0)
+    model = _HandsThrough().train().to(memory_format=torch.channels_last)
+    _, profile = lab.trace(model, (16, 16))
+    segments = uniform(profile, 1)
+    measured = lab.measure_steps(model, profile, segments, 33, fake=True)
+    predicted = predict_peak(profile, segments, 33, StepSetting(accumulates=False, eval_batch=0))
+    assert predicted.counted_bytes == pytest.approx(measured.single, rel=0.01)
+    assert "wide" in predicted.where
