@@ -29,10 +29,19 @@ from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_si
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
 from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
+from hiresvis.memory.budget import num_cores
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
-from hiresvis.resume import fingerprints, plan_json, refuse_other_classes, refuse_other_contract, refuse_other_data, refuse_other_plan
+from hiresvis.resume import (
+    fingerprints,
+    plan_json,
+    refuse_other_classes,
+    refuse_other_contract,
+    refuse_other_data,
+    refuse_other_plan,
+    too_little_memory,
+)
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
@@ -167,6 +176,8 @@ class _Run:
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
         refuse_other_plan(plan, parts, self.folder.root)
+        if (shortage := too_little_memory(stored, parts)) is not None:
+            yield Notice(level="warning", text=shortage)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan)
         for change in changed:
@@ -334,9 +345,8 @@ class _Run:
         workers = recipe.data.workers
         if workers == "auto":
             micro_bytes = parts.profile.raw_image.slope * plan.micro_batch
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             workers, why = auto_workers(
-                cores, on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
+                num_cores(), on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
             )
             resolution.set("data.workers", workers, why)
         images = len(parts.datasets.train)

@@ -117,13 +117,36 @@ def refusal(profile: MemoryProfile, answer: NoPlan, limits: Limits, remedies: tu
     Args:
         recipe: name settings as a recipe does (memory.spacing), not as arguments (spacing).
     """
+    height, width = profile.image_size
+    model = f"{profile.model} at {height}x{width} px"
+    if answer.most_images:
+        most, name = answer.most_images, _setting("memory.micro_batch", recipe)
+        text = (
+            f"Micro-batch {answer.micro_batch} of {model} has a tensor of 2**31 elements or more, which kernels refuse: at most {most} "
+            f"images at once. Lower {name} to {most}, or leave it at auto."
+        )
+        return _does_not_fit(text, answer, ())
+    if answer.where == "evaluation":
+        name = "train.eval_batch" if recipe else "the evaluation batch"
+        text = (
+            f"Evaluation of {model} does not fit: predicted peak {format_size(answer.need_bytes)}, budget "
+            f"{format_size(answer.budget_bytes)}; training at micro-batch {answer.micro_batch} needs no more. Lower {name}, or raise "
+            f"{_setting('memory.budget', recipe)}."
+        )
+        return _does_not_fit(text, answer, ())
     part, part_bytes = answer.largest_part
     pinned = "" if limits.spacing == "auto" else f" with {_setting('memory.spacing', recipe)} {limits.spacing}"
     advice = "; ".join(remedies) or f"raise {_setting('memory.budget', recipe)}"
+    text = (
+        f"Micro-batch {answer.micro_batch} of {model} does not fit{pinned}: predicted peak {format_size(answer.need_bytes)}, budget "
+        f"{format_size(answer.budget_bytes)}, at the tightest plan. Largest part: {part}, {format_size(part_bytes)}. Ways out: {advice}."
+    )
+    return _does_not_fit(text, answer, remedies)
+
+
+def _does_not_fit(text: str, answer: NoPlan, remedies: tuple[str, ...]) -> DoesNotFit:
     return DoesNotFit(
-        f"Micro-batch {answer.micro_batch} of {profile.model} at {profile.image_size[0]}x{profile.image_size[1]} px does not fit{pinned}: "
-        f"predicted peak {format_size(answer.need_bytes)}, budget {format_size(answer.budget_bytes)}, at the tightest plan. "
-        f"Largest part: {part}, {format_size(part_bytes)}. Ways out: {advice}.",
+        text,
         need_bytes=answer.need_bytes,
         budget_bytes=answer.budget_bytes,
         largest_part=answer.largest_part,

@@ -15,7 +15,6 @@ from hiresvis.ladder import segments_of, unit_rows
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import CheckpointPlan, Segment, store_all
-from hiresvis.memory.prices import waiting_flops
 from hiresvis.memory.search import Candidate, Planner
 from hiresvis.memory.timing import Rates, images_per_second, run_seconds
 from hiresvis.plan_stages import TREATMENTS, StageRow, stage_rows, word_of
@@ -247,7 +246,7 @@ def make_report(
     basis = f"no rate is known for {name}: not estimated"
     if rates is not None:
         basis = "estimated from what each unit took here" if rates.pace else f"estimated from the data-sheet rates of {name}"
-    waiting = sum(waiting_flops(profile, segment, planner.limits.prices.host) for segment in plan.segments)
+    waiting = sum(planner.limits.prices.waiting(profile, segment) for segment in plan.segments)
     seconds = None if rate is None or num_train is None else run_seconds(num_train, epochs, rate)
     run = RunEstimate(
         images_per_second=rate,
@@ -268,7 +267,7 @@ def make_report(
         stages=stage_rows(profile, plan.segments, plan.micro_batch),
         where=scored.peak.where,
         stored_peak_bytes=stored.peak.total_bytes,
-        waiting_fraction=waiting / max(1, profile.step_flops),
+        waiting_fraction=waiting / max(1, planner.limits.prices.of_step(profile)),
         run=run,
     )
 

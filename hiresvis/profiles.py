@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from hiresvis import __version__
 from hiresvis.errors import EnvironmentFailed
+from hiresvis.memory.budget import num_cores
 from hiresvis.memory.costs import PROFILE_VERSION, MemoryProfile
 from hiresvis.run.files import json_text, write_text
 
@@ -35,7 +36,10 @@ SOURCES = (
     "backbone/slices.py",
     "backbone/trace.py",
     "backbone/ways.py",
+    "assemble.py",
+    "costing.py",
     "device.py",
+    "memory/costs.py",
     "train/freezing.py",
     "train/optim.py",
 )
@@ -172,12 +176,19 @@ def write(key: ProfileKey, entry: Entry) -> None:
 
 def cpu_name() -> str:
     """This machine's processor, as times on it are kept: what decides them besides its load."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"CPU {platform.machine()} {platform.processor()} {cores} {os.environ.get('OMP_NUM_THREADS', '')}"
+    model = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"CPU {platform.machine()} {model}, {num_cores()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}"
 
 
 def _seconds_path(key: ProfileKey, device: str) -> Path:
-    return cache_folder() / "seconds" / f"{hashlib.sha256(f'{key.digest()} {device}'.encode()).hexdigest()[:32]}.json"
+    timer = hashlib.sha256()
+    with suppress(OSError):
+        timer.update((Path(__file__).parent / "train" / "pace.py").read_bytes())
+    name = hashlib.sha256(f"{key.digest()} {device} {timer.hexdigest()}".encode())
+    return cache_folder() / "seconds" / f"{name.hexdigest()[:32]}.json"
 
 
 def read_seconds(key: ProfileKey, device: str) -> dict[int, float] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.backbone.match import check_plan
+from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint
 from hiresvis.costing import Parts
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
@@ -15,12 +16,14 @@ from hiresvis.ladder import unit_rows
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.run.events import LadderRow, to_json
 from hiresvis.train.finder import MeasuredPeak
+from hiresvis.units import format_size
 
 PLAN_FORMAT = 1
 
 
 def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
     """plan.json: the plan to apply again, and what people and the report want to know of it."""
+    own = replace(plan, versions={**plan.versions, FINGERPRINT: fingerprint(parts.trainable.model)})
     return {
         "version": PLAN_FORMAT,
         "model": plan.model,
@@ -46,7 +49,7 @@ def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder
         "units": unit_rows(parts.profile, plan),
         "ladder": [to_json(row) for row in ladder],
         "why": plan.why,
-        "checkpoint_plan": plan.to_json(),
+        "checkpoint_plan": own.to_json(),
     }
 
 
@@ -103,6 +106,17 @@ def refuse_other_contract(before: Contract, now: Contract, folder: Path) -> None
         raise RunFolderError(
             f"{folder}: images would be read otherwise than the run has read them ({differ}). Resume with the run's own recipe."
         )
+
+
+def too_little_memory(stored: Mapping[str, Any], parts: Parts) -> str | None:
+    """What to say where the plan took more on the machine that it was made on than there is to use here; None: it fits."""
+    peak, budget = int(stored["measured"]["resident_peak_bytes"]), parts.budget
+    if peak <= budget.total_bytes:
+        return None
+    return (
+        f"the run's plan took {format_size(peak)} where it was made, and {format_size(budget.total_bytes)} can be used here "
+        f"({budget.why}): it may run out of memory. What is saved stays whole; on a machine with more, --resume goes on"
+    )
 
 
 def refuse_other_plan(plan: CheckpointPlan, parts: Parts, folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hiresvis import doctor as doctor_module
 from hiresvis.doctor import SELF_TEST, doctor
-from hiresvis.errors import EnvironmentFailed, RecipeError
+from hiresvis.errors import EnvironmentFailed, HiresvisError, RecipeError
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +98,16 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     assert str(tmp_path / "taken") in cache.text
     assert "HIRESVIS_CACHE" in cache.mend
     assert not cache.failed
+
+
+@pytest.mark.parametrize("error", [RuntimeError("saves another tensor"), HiresvisError("the loss differs")])
+def test_a_rerun_that_fails_is_a_finding_and_the_other_plans_are_still_tried(monkeypatch, error):
+    """Whatever a plan's steps raise is told with the plan that raised it."""
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(doctor_module, "verify_plan", fails)
+    findings = doctor(verify=SELF_TEST, image_size=64).findings
+    assert len(findings) > 1
+    assert all(finding.failed and str(error) in finding.text for finding in findings)

@@ -34,7 +34,7 @@ from hiresvis.backbone.segments import apply_segments
 from hiresvis.device import StorageCounter
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
-from hiresvis.memory.prices import Host, Prices, waiting_flops
+from hiresvis.memory.prices import Host, Prices
 from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.units import GIB, MIB, parse_size
 
@@ -173,7 +173,7 @@ def bench(name: str, px: int, budget: int) -> dict[str, object]:
 
 
 def waiting(profile: MemoryProfile, candidate: Candidate) -> int:
-    return sum(waiting_flops(profile, segment, HOST) for segment in candidate.segments)
+    return sum(Prices(host=HOST).waiting(profile, segment) for segment in candidate.segments)
 
 
 COLUMNS = ("bitwise", "bitwise+offload", "close", "close+offload")

@@ -20,6 +20,7 @@ import numpy as np
 
 from hiresvis.data.boards import draw_board, draw_style
 from hiresvis.errors import DataError, EnvironmentFailed, Problem
+from hiresvis.memory.budget import num_cores
 from hiresvis.units import format_size
 
 CLASSES = ("defect", "ok")
@@ -74,7 +75,7 @@ def draw_boards(
     drawing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-drawing-", dir=folder.parent))
     try:
         jobs = [_Job(drawing, split, place, i, size_px, seed) for place, split in enumerate(counts) for i in range(counts[split])]
-        rows = _draw_all(jobs, workers or _num_cores(), progress)
+        rows = _draw_all(jobs, workers or num_cores(), progress)
         with (drawing / "labels.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -112,10 +113,6 @@ def _move(drawing: Path, folder: Path) -> None:
         drawing.rename(folder)
     except OSError as error:
         raise DataError([Problem(f"{folder} appeared while the boards were drawn; that one was kept", place="boards")]) from error
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _draw_all(jobs: list[_Job], workers: int, progress: Callable[[int, int], None] | None) -> list[dict[str, str | int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from hiresvis.units import MIB, format_size
@@ -56,3 +57,8 @@ def budget_elsewhere(capacity_bytes: int, wanted: str | int | float, baseline_by
         share = CUDA_BUDGET_SHARE if isinstance(wanted, str) else wanted
         limit, why = int(capacity_bytes * share), f"{share:.0%} of the {format_size(capacity_bytes)} of {name}"
     return Budget(limit, baseline_bytes, capacity_bytes, 0, reserve_of(limit), why)
+
+
+def num_cores() -> int:
+    """Processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -37,7 +37,7 @@ class Affine:
 
     @classmethod
     def through(cls, batch_a: int, value_a: int, batch_b: int, value_b: int) -> Affine:
-        """The line through two traces; a slope that is not whole is rounded up, so it never predicts too little."""
+        """The line through two traces; a slope that is not whole is rounded up, so that from `batch_b` on it never predicts too little."""
         slope = -(-(value_b - value_a) // (batch_b - batch_a))
         return cls(value_b - slope * batch_b, slope)
 

@@ -114,13 +114,20 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPlan:
-    """Nothing that is allowed fits; carries the numbers of the tightest plan at the smallest micro-batch."""
+    """Nothing that is allowed fits; carries the numbers of the tightest plan at the smallest micro-batch.
+
+    Attributes:
+        where: in a step the peak is.
+        most_images: more at once and a tensor has too many elements, whatever the memory; 0: that is not what speaks against it.
+    """
 
     micro_batch: int
     need_bytes: int
     budget_bytes: int
     largest_part: tuple[str, int]
     parts: Mapping[str, int]
+    where: str = ""
+    most_images: int = 0
 
 
 def store_all(profile: MemoryProfile) -> tuple[Segment, ...]:

@@ -57,12 +57,23 @@ class Prices:
 
     def of_segment(self, profile: MemoryProfile, segment: Segment) -> int:
         """What a segment adds to a step."""
-        cost = sum(self.work(*again) for again in runs_again(profile, segment)) + waiting_flops(profile, segment, self.host)
+        cost = sum(self.work(*again) for again in runs_again(profile, segment)) + self.waiting(profile, segment)
         for index in range(segment.start, segment.end) if segment.slices else ():
             unit = profile.units[index]
             if set(unit.sliceable) <= set(segment.slices):
                 cost += self.of_slices(unit, index)
         return cost
+
+    def waiting(self, profile: MemoryProfile, segment: Segment) -> int:
+        """What a segment's transfers take beyond what hides behind its own work, on the way out and on the way back."""
+        if segment.tier != "offload":
+            return 0
+        assert self.host is not None, "a plan with offload needs to know the host"
+        moved = offloaded_bytes(profile, segment, 1) / self.host.link_bytes_per_s * self.host.flops_per_s
+        units = [(index, profile.units[index]) for index in range(segment.start, segment.end)]
+        forward = sum(self.work(index, unit.flops.slope, unit.traffic.slope) for index, unit in units)
+        backward = 2 * forward + sum(self.work(*again) for again in runs_again(profile, segment))
+        return int(max(0.0, moved - forward) + max(0.0, moved - backward))
 
     def of(self, profile: MemoryProfile, segments: Sequence[Segment]) -> int:
         """What a plan adds to a step."""
@@ -101,14 +112,3 @@ def runs_again(profile: MemoryProfile, segment: Segment) -> Iterator[tuple[int, 
         yield index, unit.flops.slope, unit.traffic.slope
     for index, unit in units[-1:]:
         yield index, unit.flops_to_save.slope, unit.traffic.slope
-
-
-def waiting_flops(profile: MemoryProfile, segment: Segment, host: Host | None) -> int:
-    """What a segment's transfers cost beyond what hides behind its own compute, per image, in FLOPs of the device."""
-    if segment.tier != "offload":
-        return 0
-    assert host is not None, "a plan with offload needs to know the host"
-    moved = offloaded_bytes(profile, segment, 1) / host.link_bytes_per_s * host.flops_per_s
-    forward = sum(profile.units[index].flops.slope for index in range(segment.start, segment.end))
-    backward = 2 * forward + segment_flops(profile, segment)
-    return int(max(0.0, moved - forward) + max(0.0, moved - backward))

@@ -29,7 +29,7 @@ import numpy as np
 from .costs import MemoryProfile, Recompute, Tier
 from .peak import StepSetting, offloaded_bytes
 from .plan import Segment
-from .prices import Prices, waiting_flops
+from .prices import Prices
 
 GRID_BYTES = 4096  # the finest
 MAX_GRID_POINTS = 4096
@@ -312,7 +312,7 @@ class Program:
         segment = replace(option.segment, tier="offload")
         neighbour = self.sizes[max(0, segment.start - 1)].input
         price = int(self.host_price * offloaded_bytes(self.profile, segment, 1))
-        cost = option.cost + waiting_flops(self.profile, segment, self.prices.host) + price
+        cost = option.cost + self.prices.waiting(self.profile, segment) + price
         return Option(segment, cost, option.opening_kept, False, 0, option.need + max(neighbour, option.added))
 
 

@@ -1,7 +1,7 @@
 """Chooses the plan: the largest micro-batch that fits, and for it the least recompute.
 
-The largest micro-batch is found by bisection over the question whether anything fits: every figure is affine in the batch
-with slopes that are not negative. For the chosen one the dynamic program of `memory.program` gives the cheapest plan, and
+The largest micro-batch is found by bisection over the question whether anything fits: every figure is affine in the batch, and
+the peak of a plan rises with it. For the chosen one the dynamic program of `memory.program` gives the cheapest plan, and
 the walk of `memory.peak` its exact peak; where the walk sees more than the program, the program is asked again for less.
 """
 
@@ -28,6 +28,7 @@ FREEDOMS: tuple[tuple[str, frozenset[Freedom]], ...] = (
     ("offload", frozenset({"recompute", "keep", "nested", "chunk", "offload"})),
 )
 _LESS = 4096  # the least part of the room by which the program is asked for less at first
+_MOST_TRIES = 24  # amounts of room that the program is asked for at most
 _UNPLANNED = ("evaluation", "optimizer step")  # peaks that no plan changes
 _HOST_PRICES = (0.0, 1.0, 8.0, 64.0, 512.0, 4096.0)  # FLOPs per offloaded byte, until the host's memory is enough
 
@@ -110,6 +111,9 @@ class Planner:
 
     def __init__(self, profile: MemoryProfile, budget_bytes: int, setting: StepSetting, limits: Limits) -> None:
         self.profile, self.budget_bytes, self.setting, self.limits = profile, budget_bytes, setting, limits
+        # Where units are given more than their input, the program counts some of it twice, and finds less than there is.
+        self._shares = any(unit.needs or unit.gradients_beside for unit in profile.units)
+        self.tightest = lru_cache(maxsize=None)(self._tightest)
         self.best = lru_cache(maxsize=None)(self._best)
         self.anything = lru_cache(maxsize=None)(self._anything)
         self._simple_ones = lru_cache(maxsize=None)(self._score_simple_ones)
@@ -150,9 +154,11 @@ class Planner:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the predicted peak is within the budget, and what is offloaded within the host's memory."""
+        return candidate.peak.total_bytes <= self.budget_bytes and self._host_holds(candidate)
+
+    def _host_holds(self, candidate: Candidate) -> bool:
         host = self.limits.prices.host
-        within_host = not candidate.host_bytes or (host is not None and candidate.host_bytes <= host.total_bytes)
-        return candidate.peak.total_bytes <= self.budget_bytes and within_host
+        return not candidate.host_bytes or (host is not None and candidate.host_bytes <= host.total_bytes)
 
     def _anything(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
         """Some plan that fits at this micro-batch, pins respected; not the cheapest."""
@@ -162,6 +168,8 @@ class Planner:
             found = found or self._searched(micro_batch, freedom, Program.least_kept)
             if "offload" in freedom and not any(self.fits(candidate) for candidate in found):
                 found = self._searched(micro_batch, freedom - {"offload"}, Program.least_kept)
+            if self._shares and not any(self.fits(candidate) for candidate in found):
+                found = [self.tightest(micro_batch, freedom)]
         return next((candidate for candidate in found if self.fits(candidate)), None)
 
     def _best(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate | None:
@@ -175,6 +183,8 @@ class Planner:
                 found.extend(self._searched(micro_batch, freedom - {"offload"}, Program.cheapest))
             if not any(self.fits(candidate) for candidate in found):  # what the grid's rounding leaves out
                 found.extend(self._searched(micro_batch, freedom, Program.least_kept))
+            if self._shares and not any(self.fits(candidate) for candidate in found):
+                found.append(self.tightest(micro_batch, freedom))
         fitting = [candidate for candidate in found if self.fits(candidate)]
         return min(fitting, key=lambda candidate: (candidate.cost, candidate.peak.total_bytes), default=None)
 
@@ -188,12 +198,18 @@ class Planner:
             if room <= 0:
                 break
             program = self._program(micro_batch, allow, price, search is Program.cheapest)
-            less = max(1, room // _LESS)
-            while (segments := search(program, room)) is not None:
+            less, before = max(1, room // _LESS), room
+            for _ in range(_MOST_TRIES):
+                segments = search(program, room)
+                if segments is None:  # too little asked for: between this and what was too much
+                    if before - room <= max(1, before // _LESS):
+                        break
+                    room = (room + before) // 2
+                    continue
                 found.append(self.score(segments, micro_batch))
                 if found[-1].peak.total_bytes <= self.budget_bytes or found[-1].peak.where in _UNPLANNED:
                     break
-                room -= max(less, found[-1].peak.total_bytes - self.budget_bytes)
+                before, room = room, room - max(less, found[-1].peak.total_bytes - self.budget_bytes)
                 less *= 2
             if not found or self.fits(found[-1]) or found[-1].peak.total_bytes > self.budget_bytes:
                 break
@@ -236,12 +252,13 @@ class Planner:
     def choose(self) -> Candidate | NoPlan:
         """The plan for the goal, or the numbers of why there is none."""
         smallest = self.limits.micro_batch or 1
+        if smallest > self.profile.max_batch:
+            return replace(self.refusal(smallest), most_images=self.profile.max_batch)
         if self.limits.micro_batch is not None:
-            candidate = self.best(smallest)
-            return candidate if candidate is not None else self.refusal(smallest)
+            return self.best(smallest) or self._last_resort(smallest)
         largest = self.largest()
         if largest == 0:
-            return self.refusal(1)
+            return self._last_resort(1)
         if self.limits.batch is None:
             micro = largest
         elif self.limits.goal == "fastest":
@@ -249,7 +266,12 @@ class Planner:
         else:
             micro = balanced(self.limits.batch, largest)
         # Persisting gradients, or the grid, can refuse a smaller micro-batch where a larger one fits.
-        return self.best(micro) or self.best(largest) or self.refusal(micro)
+        return self.best(micro) or self.best(largest) or self._last_resort(micro)
+
+    def _last_resort(self, micro_batch: int) -> Candidate | NoPlan:
+        """The tightest plan where that fits after all, so that no refusal names a need within the budget."""
+        tightest = self.tightest(micro_batch)
+        return tightest if self.fits(tightest) else self.refusal(micro_batch)
 
     def _fastest(self, largest: int) -> int:
         """The micro-batch with the least recompute; among equals the largest."""
@@ -260,22 +282,29 @@ class Planner:
 
     def refusal(self, micro_batch: int) -> NoPlan:
         """The tightest plan that is allowed at this micro-batch, and its parts."""
-        pinned = self._pinned()
-        choices = [pinned] if pinned is not None else [*self._simple(), *self._tightest(micro_batch)]
-        tightest = min((self.score(segments, micro_batch) for segments in choices), key=lambda found: found.peak.total_bytes)
-        largest = max(tightest.peak.parts.items(), key=lambda part: part[1])
+        tightest = self.tightest(micro_batch)
         return NoPlan(
             micro_batch=micro_batch,
             need_bytes=tightest.peak.total_bytes,
             budget_bytes=self.budget_bytes,
-            largest_part=largest,
+            largest_part=max(tightest.peak.parts.items(), key=lambda part: part[1]),
             parts=tightest.peak.parts,
+            where=tightest.peak.where,
         )
 
-    def _tightest(self, micro_batch: int) -> list[tuple[Segment, ...]]:
-        """The plan of the least need that the program finds, by bisection on the room."""
+    def _tightest(self, micro_batch: int, allow: frozenset[Freedom] | None = None) -> Candidate:
+        """The plan of the least need, whatever the budget; what would not fit the host's memory is left out."""
+        pinned = self._pinned()
+        choices = [pinned] if pinned is not None else self._simple()
+        for freedom in [] if pinned is not None else [allow or self.limits.allowed, (allow or self.limits.allowed) - {"offload"}]:
+            choices += self._least_room(micro_batch, freedom)
+        found = [self.score(segments, micro_batch) for segments in choices]
+        return min((candidate for candidate in found if self._host_holds(candidate)), key=lambda candidate: candidate.peak.total_bytes)
+
+    def _least_room(self, micro_batch: int, allow: frozenset[Freedom]) -> list[tuple[Segment, ...]]:
+        """The plan that the program finds in the least room, by bisection."""
         roomy = Planner(self.profile, 1 << 60, self.setting, self.limits)
-        program = roomy._program(micro_batch, self.limits.allowed, 0.0, False)
+        program = roomy._program(micro_batch, allow, 0.0, False)
         found, low, high = [], 0, roomy.score(store_all(self.profile), micro_batch).peak.total_bytes
         while high - low > max(1, high // 200):
             middle = (low + high) // 2

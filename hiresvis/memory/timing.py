@@ -19,8 +19,9 @@ from hiresvis.units import GIB
 
 from .cards import EFFICIENCY, MEMORY_EFFICIENCY, Card
 from .costs import MemoryProfile
+from .peak import offloaded_bytes
 from .plan import Segment
-from .prices import Host, Prices, runs_again, waiting_flops
+from .prices import Host, Prices, runs_again
 
 HOST_BYTES = 64 * GIB  # where the host's memory is not known
 _LEAST_SHARE = 0.005  # of a forward's time, below which a unit says nothing of the device's rates
@@ -143,5 +144,11 @@ def measured_rates(profile: MemoryProfile, seconds: Mapping[int, float]) -> Rate
 
 
 def _waiting_seconds(profile: MemoryProfile, segment: Segment, batch: int, rates: Rates) -> float:
-    host = Host(total_bytes=0, link_bytes_per_s=rates.link_bytes_per_s, flops_per_s=rates.flops_per_s)
-    return batch * waiting_flops(profile, segment, host) / rates.flops_per_s
+    """Seconds of a segment's transfers, out and back, that do not hide behind its own work."""
+    if segment.tier != "offload":
+        return 0.0
+    moved = offloaded_bytes(profile, segment, batch) / rates.link_bytes_per_s
+    units = [(index, profile.units[index]) for index in range(segment.start, segment.end)]
+    forward = sum(rates.seconds(index, unit.flops.at(batch), unit.traffic.at(batch)) for index, unit in units)
+    backward = 2 * forward + batch * sum(rates.seconds(*again) for again in runs_again(profile, segment))
+    return max(0.0, moved - forward) + max(0.0, moved - backward)

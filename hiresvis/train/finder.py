@@ -132,12 +132,11 @@ class Finder:
         """
         reserve = self.budget.reserve_bytes
         measured: MeasuredPeak | None = None
-        self._weigh_by_time()
+        yield from self._fit_evaluation(reserve)
+        self._weigh_by_time(self._chosen(self.planner(self.limits, reserve)))
         for attempt in range(1, MAX_PROBES + 1):
             planner = self.planner(self.limits, reserve)
-            candidate = planner.choose()
-            if isinstance(candidate, NoPlan):
-                raise refusal(self.profile, candidate, self.limits, self.remedies(candidate))
+            candidate = self._chosen(planner)
             planner = self._with_eval_batch(planner, candidate)
             plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), explain(planner, candidate))
             rows = ladder_rows(planner, planner.ladder(), candidate)
@@ -193,13 +192,39 @@ class Finder:
             planner = self.planner(self.limits, planner.setting.reserve_bytes)
             plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), plan.why)
 
-    def _weigh_by_time(self) -> None:
-        """Recompute is weighed by what units take here; by FLOPs where nothing is to be chosen, or an image's forward does not fit."""
-        if self.limits.spacing != "auto":
+    def _chosen(self, planner: Planner) -> Candidate:
+        """The plan by prediction.
+
+        Raises:
+            DoesNotFit: there is none.
+        """
+        candidate = planner.choose()
+        if isinstance(candidate, NoPlan):
+            raise refusal(self.profile, candidate, self.limits, self.remedies(candidate))
+        return candidate
+
+    def _fit_evaluation(self, reserve: int) -> Iterator[Event]:
+        """A given evaluation batch that alone is what does not fit is halved until it does."""
+        while self.eval_batch is not None and self.eval_batch > 1:
+            answer = self.planner(self.limits, reserve).choose()
+            if not isinstance(answer, NoPlan) or answer.where != "evaluation":
+                return
+            text = f"evaluation of {self.eval_batch} images at once would need {format_size(answer.need_bytes)}, and the budget is "
+            self.eval_batch //= 2
+            yield Notice(level="warning", text=f"{text}{format_size(answer.budget_bytes)}: {self.eval_batch} at once from here on")
+
+    def _weigh_by_time(self, candidate: Candidate) -> None:
+        """Recompute is weighed by what units take here; by FLOPs where nothing is to be chosen, or an image's forward does not fit.
+
+        Args:
+            candidate: the plan so far. A GPU is timed on as many images as that runs: on one or two, launches are what takes time.
+        """
+        if self.limits.spacing != "auto" or not candidate.cost:
             return
         if self.unit_seconds is None:
-            room = self.budget.total_bytes - self.budget.baseline_bytes - self.budget.reserve_bytes
-            count = next((count for count in (2, 1) if self.profile.evaluation.at(count) <= room), 0)
+            profile, most = self.profile, max(2, candidate.micro_batch) if self.step.device.type == "cuda" else 2
+            room = self.budget.total_bytes - self.budget.baseline_bytes - self.budget.reserve_bytes - profile.weights - profile.buffers
+            count = next((count for count in range(most, 0, -1) if profile.evaluation.at(count) + profile.raw_image.at(count) <= room), 0)
             if not count:
                 return
             with self._no_trace():

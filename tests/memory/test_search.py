@@ -403,3 +403,48 @@ def test_the_ladder_goes_from_off_to_the_best_mix(lab) -> None:
     assert sizes[3:] == sorted(sizes[3:])
     assert sizes[-1] == max(sizes) > sizes[0]
     assert rungs[0].candidate.recomputed_flops == 0
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_the_need_that_a_refusal_names_is_enough(hand, data) -> None:
+    """Whatever is shared between units, and however little the host holds: with the budget that was named, a plan is found."""
+    profile = data.draw(chains(shared=data.draw(st.booleans()), most=5))
+    if data.draw(st.booleans()):  # units that are given the output of the one before the last, too
+        units = [replace(unit, needs=(index - 1,)) if index > 1 else unit for index, unit in enumerate(profile.units)]
+        profile = replace(profile, units=tuple(units))
+    host = replace(HOST, total_bytes=data.draw(st.integers(0, 200)))
+    limits = Limits(batch=BATCH, micro_batch=BATCH, prices=Prices(host=host if data.draw(st.booleans()) else None))
+    setting = StepSetting(accumulates=False, eval_batch=0)
+    refused = Planner(profile, 0, setting, limits).choose()
+    assert isinstance(refused, NoPlan)
+    for budget in (refused.need_bytes, refused.need_bytes + 1):
+        found = Planner(profile, budget, setting, limits).choose()
+        assert not isinstance(found, NoPlan)
+        assert found.peak.total_bytes <= budget
+    below = Planner(profile, refused.need_bytes - 1, setting, limits).choose()
+    assert not isinstance(below, NoPlan) or below.need_bytes > below.budget_bytes
+
+
+def test_a_pinned_micro_batch_with_too_many_elements_is_refused(hand) -> None:
+    """Memory is not what speaks against it, and the refusal says so; at the limit it is planned."""
+    profile = hand.profile(*(hand.unit(index) for index in range(3)), max_batch=7)
+    answers = {n: Planner(profile, 10**9, _setting(baseline_bytes=0), Limits(batch=16, micro_batch=n)).choose() for n in (7, 8)}
+    assert not isinstance(answers[7], NoPlan)
+    assert isinstance(answers[8], NoPlan)
+    assert answers[8].most_images == 7
+
+
+def test_waiting_hides_behind_what_the_device_does_meanwhile(hand) -> None:
+    """A transfer as long as the unit's work costs nothing on the way out; work counts traffic and pace."""
+    unit = hand.unit(0, traffic=hand.line(500), ways=(hand.way(),))
+    profile = hand.profile(unit)
+    segment = Segment(0, 1, "offload", ((),))
+    moved = 10 * 30  # bytes times FLOPs a byte
+    for prices, forward, again in (
+        (Prices(host=HOST, flops_per_byte=0.0), 1000, 1000),
+        (Prices(host=HOST, flops_per_byte=0.0, pace=(0.1,)), 100, 100),
+        (Prices(host=HOST, flops_per_byte=0.1, pace=(0.01,)), 10.5, 10),
+    ):
+        expected = max(0, moved - forward) + max(0, moved - 2 * forward - again)
+        assert prices.waiting(profile, segment) == pytest.approx(expected, abs=2)

@@ -445,3 +445,24 @@ def test_what_cannot_be_timed_is_weighed_by_flops(small, monkeypatch, error) -> 
     list(finder.find())
     assert finder.found is not None
     assert finder.limits.prices.pace == ()
+
+
+def test_a_given_evaluation_batch_that_alone_does_not_fit_is_halved_before_anything_runs(small) -> None:
+    """Training fits, evaluation of so many does not: half as many are planned, and it is said with both numbers."""
+    profile = _profile(small)
+    room = _need(small, 4) + SLACK_BYTES
+    too_many = 2
+    while profile.weights + profile.buffers + profile.optimizer_state + profile.evaluation.at(too_many) <= room:
+        too_many *= 2
+    finder = _finder(small, small.make_step(MODEL), room, limits=Limits(batch=4, spacing="off"), eval_batch=too_many)
+    events = list(finder.find())
+    assert finder.found.plan.eval_batch <= too_many // 2
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert any(f"evaluation of {too_many} images" in text and f"{too_many // 2} at once" in text for text in notices)
+
+
+def test_what_never_fits_is_refused_without_a_forward(small, monkeypatch) -> None:
+    """Units are timed only where a plan fits by prediction."""
+    monkeypatch.setattr(finder_module, "time_units", lambda *_: pytest.fail("timed for nothing"))
+    with pytest.raises(DoesNotFit):
+        list(_finder(small, small.make_step(MODEL), 0).find())
