@@ -28,6 +28,7 @@ from hiresvis.units import MIB
 
 MODEL, PX, BATCH = "test_resnet", 160, 64  # 6 MiB an image, 7 MiB of weights and state
 IMAGE = ((PX, PX, 3), torch.uint8)
+TIGHT = Limits(batch=48, micro_batch=48)  # what fits 24 stored and that many with recompute
 SLACK_BYTES = 60 * MIB  # what a resident size may be off by in a process that has run other tests
 
 
@@ -414,13 +415,13 @@ def test_the_evaluation_batch_does_not_raise_the_peak(small) -> None:
 def test_units_are_timed_once_and_weigh_recompute(small, monkeypatch) -> None:
     """Every unit gets a pace; a finder that is given the times takes them and runs nothing for them."""
     step = small.make_step(MODEL)
-    finder = _finder(small, step, _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8))
+    finder = _finder(small, step, _need(small, 24) + SLACK_BYTES, limits=TIGHT)
     list(finder.find())
     profile = _profile(small)
     assert finder.unit_seconds.keys() == {index for index, unit in enumerate(profile.units) if unit.modules}
     assert len(finder.limits.prices.pace) == len(profile.units)
     monkeypatch.setattr(finder_module, "time_units", lambda *_: pytest.fail("timed again"))
-    again = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8), unit_seconds=finder.unit_seconds)
+    again = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES, limits=TIGHT, unit_seconds=finder.unit_seconds)
     list(again.find())
     assert again.limits == finder.limits
 
@@ -437,14 +438,18 @@ def test_a_pinned_spacing_is_not_timed(small, monkeypatch) -> None:
 def test_what_cannot_be_timed_is_weighed_by_flops(small, monkeypatch, error) -> None:
     """A forward that runs out of memory, or that cannot take a single image, is no reason not to look for the batch."""
 
+    tried = []
+
     def fails(*_: object) -> None:
+        tried.append(1)
         raise error
 
     monkeypatch.setattr(finder_module, "time_units", fails)
-    finder = _finder(small, small.make_step(MODEL), _need(small, 16) + SLACK_BYTES, limits=Limits(batch=8))
+    finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES, limits=TIGHT)
     list(finder.find())
     assert finder.found is not None
     assert finder.limits.prices.pace == ()
+    assert tried
 
 
 def test_a_given_evaluation_batch_that_alone_does_not_fit_is_halved_before_anything_runs(small) -> None:
