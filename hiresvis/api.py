@@ -73,9 +73,9 @@ def plan_memory(
         ValueError: an argument that is none, an image size that the model refuses, a model that is no chain, or a plan that is
             applied already.
     """
-    size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
-    if batch < 1 or min(size) < 1:
-        raise ValueError(f"batch {batch} of {size[0]}x{size[1]} px: give at least one image of at least one pixel")
+    size = _pair(image_size)
+    if not _is_count(batch):
+        raise ValueError(f"batch {batch!r} is no whole number of at least 1")
     limits = _limits(batch=batch, micro_batch=micro_batch, spacing=spacing, goal=goal, exact=exact)
     target = _target(budget, device, precision)
     profile = _profile(
@@ -131,6 +131,22 @@ def apply_plan(model: nn.Module, plan: CheckpointPlan) -> PlanHandle:
     return PlanHandle(handle, model.register_forward_pre_hook(_InputCheck(plan), with_kwargs=True))
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _pair(image_size: object) -> tuple[int, int]:
+    """Height and width.
+
+    Raises:
+        ValueError: neither a side nor a pair of sides in whole pixels.
+    """
+    sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(_is_count(side) for side in sides):
+        raise ValueError(f"image_size {image_size!r} is neither a side in px nor a pair (height, width), in whole numbers of at least 1")
+    return sides[0], sides[1]
+
+
 @dataclass(frozen=True, slots=True)
 class _InputCheck:
     """Before a forward: the images are those that were planned for."""
@@ -162,11 +178,11 @@ def _limits(*, batch: int, micro_batch: str | int, spacing: str | int | Mapping[
     for name, value, known in (("goal", goal, ("largest", "fastest")), ("exact", exact, ("bitwise", "close"))):
         if value not in known:
             raise ValueError(f"{name} {value!r} is neither {known[0]} nor {known[1]}")
-    if micro_batch != "auto" and not (isinstance(micro_batch, int) and 1 <= micro_batch <= batch):
+    if micro_batch != "auto" and not (_is_count(micro_batch) and int(micro_batch) <= batch):
         raise ValueError(f"micro_batch {micro_batch!r} is neither auto nor between 1 and batch, {batch}")
     lengths = spacing.values() if isinstance(spacing, Mapping) else (spacing,)
     words = () if isinstance(spacing, Mapping) else ("auto", "off")
-    if not all(length in words or (isinstance(length, int) and length >= 1) for length in lengths):
+    if not all(length in words or (_is_count(length)) for length in lengths):
         raise ValueError(f"spacing {spacing!r} is not auto, off, a number of blocks, or such numbers by stage")
     pinned = micro_batch if isinstance(micro_batch, int) else None
     return Limits(batch=batch, micro_batch=pinned, spacing=spacing, goal=goal, exact=exact)
@@ -231,8 +247,10 @@ def _limit(budget: str | int) -> tuple[Card | None, int]:
     Raises:
         ValueError: neither.
     """
-    if isinstance(budget, int):
-        return None, budget
+    if _is_count(budget):
+        return None, int(budget)
+    if not isinstance(budget, str):
+        raise ValueError(f"budget {budget!r} is neither a size (24GiB), a number of bytes, nor a card's name")
     if budget.strip().replace(".", "", 1).isdigit():
         raise ValueError(f"budget {budget!r} has no unit; write {budget.strip()}GiB")
     try:
@@ -279,21 +297,22 @@ def _profile(model: nn.Module, size: tuple[int, int], target: _Target, make_opti
         raise ValueError(f"no parameter of {name} requires a gradient: nothing would be trained")
     channels = image_channels(model, size)
     try:
-        _, profile = trace_costs(
-            _on_cpu(model),
-            name=name,
-            image_size=size,
-            in_chans=channels,
-            num_classes=0,
-            precision=target.precision,
-            channels_last=in_channels_last(model),
-            block=target.block,
-            raw_image_bytes=0,  # the images are the model's input, which the trace counts
-            make_optimizer=make_optimizer,
-            optimizer_name=optimizer,
-            clip_grad=1.0,
-            rules="cuda" if target.on_gpu else "cpu",
-        )
+        with torch.enable_grad():
+            _, profile = trace_costs(
+                _on_cpu(model),
+                name=name,
+                image_size=size,
+                in_chans=channels,
+                num_classes=0,
+                precision=target.precision,
+                channels_last=in_channels_last(model),
+                block=target.block,
+                raw_image_bytes=0,  # the images are the model's input, which the trace counts
+                make_optimizer=make_optimizer,
+                optimizer_name=optimizer,
+                clip_grad=1.0,
+                rules="cuda" if target.on_gpu else "cpu",
+            )
     except ValueError:
         raise
     except Exception as error:  # whatever a model raises for a size that it does not take

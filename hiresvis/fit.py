@@ -36,6 +36,7 @@ from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_change
 from hiresvis.resume import (
     fingerprints,
     plan_json,
+    read_plan,
     refuse_other_classes,
     refuse_other_contract,
     refuse_other_data,
@@ -164,18 +165,17 @@ class _Run:
     def resumed(self) -> Iterator[Event]:
         """The run in the folder goes on with its own plan."""
         self.folder = RunDirectory.open(self.loaded.run_dir)
-        stored = self.folder.read_json("plan.json")
+        stored, plan = read_plan(self.folder)
         snapshot = load_snapshot(self.folder.snapshot)
         if snapshot is None:
             yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
-        plan = CheckpointPlan.from_json(stored["checkpoint_plan"])
         before = Contract.read(self.folder.contract)
         own = read_resolved(self.folder.resolved)
         changed = changes(own, self.loaded)
         refuse_changes(changed, self.loaded, self.folder.root)
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
-        refuse_other_plan(plan, parts, self.folder.root)
+        refuse_other_plan(plan, parts, self.folder)
         if (shortage := too_little_memory(stored, parts)) is not None:
             yield Notice(level="warning", text=shortage)
         self._settle_plan(plan)

@@ -14,6 +14,7 @@ from hiresvis.data.sources import Datasets
 from hiresvis.errors import RunFolderError
 from hiresvis.ladder import unit_rows
 from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.run import RunDirectory
 from hiresvis.run.events import LadderRow, to_json
 from hiresvis.train.finder import MeasuredPeak
 from hiresvis.units import format_size
@@ -108,6 +109,27 @@ def refuse_other_contract(before: Contract, now: Contract, folder: Path) -> None
         )
 
 
+def read_plan(run: RunDirectory) -> tuple[dict[str, Any], CheckpointPlan]:
+    """plan.json, and the plan to apply in it.
+
+    Raises:
+        RunFolderError: it is not what `plan_json` wrote.
+    """
+    path, stored = run.root / "plan.json", run.read_json("plan.json")
+    try:
+        plan = CheckpointPlan.from_json(stored["checkpoint_plan"])
+        for key in ("resident_peak_bytes", "counted_peak_bytes"):
+            int(stored["measured"][key])
+        str(stored["norm"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise RunFolderError(
+            f"{path} cannot be used: {why}. It was changed or damaged after the run wrote it; put it back, or start a new run from this "
+            f"one's weights: log.dir=NEW_FOLDER model.pretrained={run.best_weights}"
+        ) from error
+    return stored, plan
+
+
 def too_little_memory(stored: Mapping[str, Any], parts: Parts) -> str | None:
     """What to say where the plan took more on the machine that it was made on than there is to use here; None: it fits."""
     peak, budget = int(stored["measured"]["resident_peak_bytes"]), parts.budget
@@ -119,7 +141,7 @@ def too_little_memory(stored: Mapping[str, Any], parts: Parts) -> str | None:
     )
 
 
-def refuse_other_plan(plan: CheckpointPlan, parts: Parts, folder: Path) -> None:
+def refuse_other_plan(plan: CheckpointPlan, parts: Parts, run: RunDirectory) -> None:
     """A plan that does not hold for what is there now: another precision, other trained parameters, another torch or timm.
 
     Raises:
@@ -127,13 +149,13 @@ def refuse_other_plan(plan: CheckpointPlan, parts: Parts, folder: Path) -> None:
     """
     if parts.precision != plan.precision:
         raise RunFolderError(
-            f"{folder}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
+            f"{run.root}: the run's plan is for {plan.precision}, and memory.precision is {parts.precision} now. "
             "Resume with the run's own recipe, or start a new run."
         )
     try:
         check_plan(parts.trainable.model, plan)
     except ValueError as error:
         raise RunFolderError(
-            f"{folder}: the run's plan does not hold here: {error}; that is, start a new run (log.dir=NEW_FOLDER), from this one's weights "
-            f"if you like (model.pretrained={folder / 'weights_best.safetensors'}), or resume with the libraries it was begun with."
+            f"{run.root}: the run's plan does not hold here: {error}: resume with what it was begun with, or start a new run from this "
+            f"one's weights: log.dir=NEW_FOLDER model.pretrained={run.best_weights}"
         ) from error

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 SLICES = 8
 _POINTWISE = (
@@ -39,7 +40,7 @@ def why_not(module: nn.Module, shape: Sequence[int]) -> str | None:
         module: in the mode it is trained in.
         shape: of its input: (batch, ..., channels) for linear layers, (batch, channels, height, width) for 1x1 convolutions.
     """
-    return _parts_refuse(module) or _small_run_refuses(module, shape)
+    return parts_refuse(module) or _small_run_refuses(module, shape)
 
 
 def _small_run_refuses(module: nn.Module, shape: Sequence[int]) -> str | None:
@@ -64,7 +65,8 @@ def _small_run_refuses(module: nn.Module, shape: Sequence[int]) -> str | None:
     return None
 
 
-def _parts_refuse(module: nn.Module) -> str | None:
+def parts_refuse(module: nn.Module) -> str | None:
+    """Why its parts, by their kinds alone, speak against slices; None when they do not."""
     products = 0
     kinds = set()
     for leaf in module.modules():
@@ -135,6 +137,7 @@ class _Sliced(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # the parts' own graphs end here
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (value,) = ctx.anchor.saved_tensors
         dim, wanted = ctx.dim, [parameter for parameter in ctx.parameters if parameter.requires_grad]
@@ -178,10 +181,19 @@ def _autocast(settings: tuple[Any, ...]) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
+def _hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def run_in_slices(module: nn.Module, run: Any, value: torch.Tensor) -> torch.Tensor:
     """The module's output for `value`, `run` being its own forward. Without gradients it is simply run."""
     if not torch.is_grad_enabled() or not value.requires_grad:
         return run(value)
+    if any(_hooks(inner) for inner in module.modules() if inner is not module):
+        raise RuntimeError(
+            f"{type(module).__name__} runs in slices by its plan, and a hook on a module inside would see parts without gradients; put the "
+            "hook on the whole, or plan with exact 'bitwise'"
+        )
     parameters = list(module.parameters())
     anchored = _Anchor.apply(value)
     return _Sliced.apply(anchored, run, dimension(module), anchored.grad_fn, _settings(value.device.type), *parameters)

@@ -10,6 +10,7 @@ from typing import Any
 from .costs import MemoryProfile, Tier
 
 PLAN_VERSION = 2
+_TIERS = ("store", "keep", "recompute", "offload", "chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,41 @@ class CheckpointPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: the row is of another format version.
+            ValueError: the row is of another format version, or no plan: what is wrong is named.
         """
         values = dict(row)
         if values.pop("version", None) != PLAN_VERSION:
             raise ValueError(f"plan of version {row.get('version')!r}, expected {PLAN_VERSION}; plan again")
-        values["segments"] = tuple(Segment.from_json(segment) for segment in row["segments"])
-        values["unit_modules"] = tuple(tuple(names) for names in row["unit_modules"])
-        values["image_size"] = tuple(row["image_size"])
-        values["stages"] = tuple(row["stages"])
-        return cls(**values)
+        try:
+            values["segments"] = tuple(Segment.from_json(segment) for segment in row["segments"])
+            values["unit_modules"] = tuple(tuple(names) for names in row["unit_modules"])
+            values["image_size"] = tuple(row["image_size"])
+            values["stages"] = tuple(row["stages"])
+            found = cls(**values)
+        except (AssertionError, KeyError, TypeError) as error:
+            raise ValueError(f"no plan: {type(error).__name__}: {error}; plan again") from error
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """That it is a plan: counts from 1 on, and segments that are the whole chain.
+
+        Raises:
+            ValueError: the first thing that is not so.
+        """
+        for name in ("micro_batch", "batch", "accumulation", "eval_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"no plan: {name} is {value!r}, and at least 1 is needed; plan again")
+        position = 0
+        for segment in self.segments:
+            if segment.start != position:
+                raise ValueError(f"no plan: a segment begins at unit {segment.start}, and the one before ends at {position}; plan again")
+            if segment.tier not in _TIERS:
+                raise ValueError(f"no plan: tier {segment.tier!r} is none of {', '.join(_TIERS)}; plan again")
+            position = segment.end
+        if position != len(self.unit_modules):
+            raise ValueError(f"no plan: its segments end at unit {position} of {len(self.unit_modules)}; plan again")
 
     @property
     def recomputed(self) -> tuple[Segment, ...]:
