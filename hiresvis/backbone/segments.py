@@ -261,7 +261,7 @@ class _Frame:
         if self.segment.offload:
             kept = self.kept.tensors if self.kept else []
             del self.versions[0]
-            self.away = Offloaded([self.inputs[0].pop(_INPUT), *kept], self.segment.host)
+            self.away = Offloaded([self.inputs[0].pop(_INPUT), *kept], self.segment.host, self.segment)
             for output in self.kept.outputs.values() if self.kept else ():
                 output.replace(torch.empty(0, device="meta") for _ in output.tensors)
 

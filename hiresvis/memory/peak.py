@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from .costs import MemoryProfile, Recompute, UnitCosts
 from .plan import Segment
 
+HOST_SLAB_BYTES = 16 << 20  # pinned host memory is taken in pieces of this size; a power of two, to which torch rounds in any case
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSetting:

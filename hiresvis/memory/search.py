@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 
 from .costs import MemoryProfile
-from .peak import PredictedPeak, StepSetting, offloaded_bytes, predict_peak, resident_bytes
+from .peak import HOST_SLAB_BYTES, PredictedPeak, StepSetting, offloaded_bytes, predict_peak, resident_bytes
 from .plan import CheckpointPlan, NoPlan, Segment, describe_stages, store_all, uniform
 from .prices import Prices, segment_flops
 from .program import Freedom, Program
@@ -95,8 +95,9 @@ def recomputed_flops(profile: MemoryProfile, segments: Sequence[Segment]) -> int
 
 
 def host_bytes(profile: MemoryProfile, segments: Sequence[Segment], micro_batch: int) -> int:
-    """Host memory that the plan's offloaded segments take."""
-    return sum(offloaded_bytes(profile, segment, micro_batch) for segment in segments if segment.tier == "offload")
+    """Host memory that the plan's offloaded segments take: whole slabs each."""
+    moved = (offloaded_bytes(profile, segment, micro_batch) for segment in segments if segment.tier == "offload")
+    return sum(-(-nbytes // HOST_SLAB_BYTES) * HOST_SLAB_BYTES for nbytes in moved)
 
 
 class Planner:

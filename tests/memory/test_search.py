@@ -217,6 +217,7 @@ def test_the_program_never_promises_too_much(hand, monkeypatch, allow, most: int
 def test_offload_is_within_the_budget_and_never_dearer_than_without(hand, monkeypatch, data) -> None:
     """With a host allowed, the planner's plan keeps to budget and host, and costs no more than the best plan without."""
     monkeypatch.setattr(program, "GRID_BYTES", 1)
+    monkeypatch.setattr("hiresvis.memory.search.HOST_SLAB_BYTES", 1)
     monkeypatch.setattr(program, "MAX_NESTED_CHOICES", 1000)
     profile = data.draw(chains(shared=False, most=4))
     setting = StepSetting(accumulates=False, eval_batch=0)
