@@ -17,6 +17,7 @@ JPEG by simplejpeg (libjpeg-turbo, strict; Pillow, as strict on cut files, stand
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ import numpy as np
 import tifffile
 
 from hiresvis.data.header import Header, first_line, num_alpha, open_image_file, pillow_open, probe, read_header, reading_tiff, refuse
+from hiresvis.errors import DataError
 
 try:
     import simplejpeg
@@ -35,6 +37,8 @@ except ImportError:  # no wheel for this platform
 __all__ = ["Header", "decode", "probe"]
 
 _STRIP_ROWS = 256
+_FAX_COMPRESSIONS = frozenset({2, 3, 4})
+_PLAIN_COMPRESSIONS = frozenset({1, 5, 8, 32773, 32946, 34925, 50000})  # none, LZW, zlib, packbits, LZMA, Zstandard: of any bytes
 
 
 def decode(
@@ -63,7 +67,7 @@ def decode(
         file.seek(0)
         factor = 1
         if header.format == "TIFF":
-            array = _decode_tiff(file, path, background)
+            array = _decode_tiff(file, path, background, max_pixels)
         elif header.format == "JPEG":
             factor = _draft_factor(header, draft_px)
             array = _decode_jpeg(file, path, header, factor)
@@ -72,8 +76,11 @@ def decode(
         else:
             array = _decode_codec(file, path, header)
     expected = (header.height // factor, header.width // factor)
-    if array.shape[:2] != expected:
-        refuse(path, f"decodes to {array.shape[1]} x {array.shape[0]} px where its header says {header.width} x {header.height}")
+    if array.ndim != 3 or array.shape[:2] != expected:
+        refuse(
+            path,
+            f"decodes to {' x '.join(str(size) for size in array.shape[1::-1])} px where its header says {header.width} x {header.height}",
+        )
     if header.format != "TIFF":
         array = _lay_on_background(array, background)
     return _upright(array, header.orientation)
@@ -103,13 +110,15 @@ def _draft_factor(header: Header, draft_px: tuple[int, int] | None) -> int:
 
 
 def _decode_jpeg(file: BinaryIO, path: Path, header: Header, factor: int) -> np.ndarray:
-    if simplejpeg is None or header.mode not in ("L", "RGB"):
+    if simplejpeg is None:
         return _decode_pillow(file, path, (header.width // factor, header.height // factor) if factor > 1 else None)
+    colours = "GRAY" if header.mode == "L" else header.mode  # RGB or CMYK
     smallest = {"min_height": header.height // factor, "min_width": header.width // factor, "min_factor": factor}
     try:
-        return simplejpeg.decode_jpeg(file.read(), "GRAY" if header.mode == "L" else "RGB", **(smallest if factor > 1 else {}), strict=True)
+        array = simplejpeg.decode_jpeg(file.read(), colours, **(smallest if factor > 1 else {}), strict=True)
     except ValueError as error:
         refuse(path, f"is a damaged JPEG: {first_line(error)}", error)
+    return _cmyk_to_rgb(255 - array) if colours == "CMYK" else array  # ink is stored inverted, as Adobe began it
 
 
 def _decode_codec(file: BinaryIO, path: Path, header: Header) -> np.ndarray:
@@ -125,30 +134,33 @@ def _decode_codec(file: BinaryIO, path: Path, header: Header) -> np.ndarray:
 
 
 def _decode_pillow(file: BinaryIO, path: Path, draft: tuple[int, int] | None = None) -> np.ndarray:
-    """BMP, CMYK JPEG, and JPEG without simplejpeg. Sizes were checked already, and neither kind checks again inside `load`."""
+    """BMP, and JPEG without simplejpeg. Sizes were checked already, and neither kind checks again inside `load`."""
     try:
         with pillow_open(file) as image:
             pass
         if draft is not None:
             image.draft(image.mode, draft)
         image.load()
-        if image.mode == "P":
-            image = image.convert("RGBA" if "transparency" in image.info else "RGB")
-        elif image.mode not in ("L", "LA", "RGB", "RGBA"):
+        if image.mode == "P" and image.palette is not None:
+            table = np.frombuffer(image.palette.tobytes(), np.uint8).reshape(-1, len(image.palette.mode))
+            return _through_palette(np.array(image), table, path)
+        if image.mode not in ("L", "LA", "RGB", "RGBA"):
             image = image.convert("L" if image.mode == "1" else "RGB")
         array = np.array(image)
-    except MemoryError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more on damaged files
         refuse(path, f"is damaged: {first_line(error)}", error)
     return array[..., None] if array.ndim == 2 else array
 
 
-def _decode_tiff(file: BinaryIO, path: Path, background: tuple[int, int, int]) -> np.ndarray:
+def _decode_tiff(file: BinaryIO, path: Path, background: tuple[int, int, int], max_pixels: int) -> np.ndarray:
     with reading_tiff(file, path) as tiff:
         series = tiff.series[0]
         page = series.keyframe
-        _check_extents(tiff, series, path)
+        _check_extents(tiff, series, path, max_pixels)
+        _check_numbers(page, path)
+        _check_jpeg_parts(tiff, series, path)
         array = series.asarray(maxworkers=1)  # threads of our own make the parallelism
         array = _channels_last(array, series.axes)
         array = _plain_numbers(array, path)
@@ -157,8 +169,10 @@ def _decode_tiff(file: BinaryIO, path: Path, background: tuple[int, int, int]) -
             array = _largest(array.dtype) - array
         elif photometric == 3:
             colours = np.asarray(page.colormap)
+            if colours.shape != (3, 1 << int(page.bitspersample)) or array.shape[2] != 1:
+                refuse(path, f"has a palette of shape {colours.shape} for {array.shape[2]} samples of {page.bitspersample} bits a pixel")
             table = colours if colours.max() < 256 else colours >> 8
-            array = np.ascontiguousarray(table.astype(np.uint8).T[array[..., 0]])
+            array = _through_palette(array[..., 0], table.astype(np.uint8).T, path)
         elif photometric == 5:
             array = _cmyk_to_rgb(array)
         elif photometric == 8 or (photometric == 6 and int(page.compression) not in (6, 7)):
@@ -169,18 +183,67 @@ def _decode_tiff(file: BinaryIO, path: Path, background: tuple[int, int, int]) -
         return array
 
 
-def _check_extents(tiff: tifffile.TiffFile, series: tifffile.TiffPageSeries, path: Path) -> None:
-    """All pixels lie inside the file: JPEG inside a cut TIFF would otherwise come back grey, and absent tiles as zeros."""
+def _through_palette(numbers: np.ndarray, table: np.ndarray, path: Path) -> np.ndarray:
+    """(height, width, 3) colours. A palette that was overwritten would turn the image blank without an error anywhere."""
+    array = np.ascontiguousarray(table[numbers])
+    if (array == array[0, 0]).all() and (numbers != numbers[0, 0]).any():
+        refuse(path, f"has a damaged palette: all of its {len(np.unique(numbers))} numbers have the colour {array[0, 0].tolist()}")
+    return array
+
+
+def _check_extents(tiff: tifffile.TiffFile, series: tifffile.TiffPageSeries, path: Path, max_pixels: int) -> None:
+    """All pixels that the header claims have their place in the file: what has none would come back as zeros, or grey."""
     size = tiff.filehandle.size
     for page in series.pages:
-        if page is None:
+        frame = None if page is None else page.keyframe
+        if page is None or frame is None:
             refuse(path, "lacks one of its pages")
-        missing = sum(1 for offset, count in zip(page.dataoffsets, page.databytecounts, strict=False) if not offset or not count)
+        parts, tile = math.prod(frame.chunked), math.prod(frame.chunks)
+        offsets, counts = page.dataoffsets, page.databytecounts
+        missing = max(0, parts - len(offsets), parts - len(counts)) + sum(
+            1
+            for offset, count in zip(offsets, counts, strict=False)
+            if int(offset) < 1 or int(count) < 1  # tags of a wrong type give floats
+        )
         if missing:
-            refuse(path, f"lacks {missing} of its {len(page.dataoffsets)} tiles or strips")
-        end = max(offset + count for offset, count in zip(page.dataoffsets, page.databytecounts, strict=False))
+            refuse(path, f"lacks {missing} of its {max(parts, len(offsets))} tiles or strips")
+        if frame.is_tiled and tile > 4 * max_pixels:  # tiles may be larger than the image
+            refuse(path, f"has tiles of {tile} values each, above 4 x data.max_pixels {max_pixels}; save it with smaller tiles")
+        end = max(offset + count for offset, count in zip(offsets, counts, strict=False))
         if end > size:
             refuse(path, f"is cut: its pixels end at byte {end}, the file at {size}")
+        if frame.is_contiguous and sum(counts) < frame.nbytes:
+            refuse(path, f"holds {sum(counts)} bytes of pixels where its header claims {frame.nbytes}")
+
+
+def _check_numbers(page: tifffile.TiffPage, path: Path) -> None:
+    """Codecs of pictures know the type of their pixels (fax: one bit; JPEG and others: in the data), and it is what the tags say."""
+    compression = int(page.compression)
+    if compression in _FAX_COMPRESSIONS and int(page.bitspersample) != 1:
+        refuse(path, f"is compressed as a fax and claims {page.bitspersample} bits a pixel, not 1")
+    if compression not in _PLAIN_COMPRESSIONS | _FAX_COMPRESSIONS:
+        part = next(page.segments(maxworkers=1))[0]
+        if part is not None and part.dtype != page.dtype:
+            refuse(path, f"holds {part.dtype} pixels where its header says {page.dtype}")
+
+
+def _check_jpeg_parts(tiff: tifffile.TiffFile, series: tifffile.TiffPageSeries, path: Path) -> None:
+    """JPEG inside TIFF is held to the same as JPEG alone; tifffile's decoder takes damage for grey. Costs the Huffman part again."""
+    frame = series.keyframe
+    samples = 1 if int(frame.planarconfig) == 2 else int(frame.samplesperpixel)
+    if simplejpeg is None or int(frame.compression) != 7 or int(frame.bitspersample) != 8 or samples not in (1, 3, 4) or frame.jpegheader:
+        return
+    colours = "CMYK" if samples == 4 else "GRAY"
+    for page in series.pages:
+        assert page is not None
+        tables = page.jpegtables
+        for number, (offset, count) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=False)):
+            tiff.filehandle.seek(offset)
+            data = tiff.filehandle.read(count)
+            try:
+                simplejpeg.decode_jpeg(tables[:-2] + data[2:] if tables else data, colours, min_factor=8, strict=True)
+            except ValueError as error:
+                refuse(path, f"holds a damaged JPEG as tile or strip {number}: {first_line(error)}", error)
 
 
 def _channels_last(array: np.ndarray, axes: str) -> np.ndarray:

@@ -29,9 +29,11 @@ _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # a phone's MPO opens as JPEG 
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _KNOWN = "JPEG, PNG, WebP, TIFF or BMP"
 _ORIENTATION = 274
+_CHANNELS_PER_PIXEL = 4  # up to these, max_pixels counts pixels alone; a file with more takes memory in proportion, and counts so
 
-# tifffile reports oddities of files through logging; without a handler Python would print them over the live view
-logging.getLogger("tifffile").addHandler(logging.NullHandler())
+# these report oddities of files through logging; without a handler Python would print them over the live view
+for _library in ("tifffile", "imagecodecs"):
+    logging.getLogger(_library).addHandler(logging.NullHandler())
 _pillow_lock = threading.Lock()
 
 
@@ -108,7 +110,7 @@ def read_header(file: BinaryIO, path: Path, max_pixels: int) -> Header:
     """The header of an open file; see `probe`. Leaves the position anywhere."""
     start = file.read(64)
     file.seek(0)
-    header = _tiff_header(file, path) if start[:4] in _TIFF_MAGIC else _pillow_header(file, path, start)
+    header = _tiff_header(file, path, max_pixels) if start[:4] in _TIFF_MAGIC else _pillow_header(file, path, start)
     if header.width <= 0 or header.height <= 0:
         refuse(path, f"claims a size of {header.width} x {header.height} px")
     if header.width * header.height > max_pixels:
@@ -188,7 +190,7 @@ def _png_exif(file: BinaryIO) -> bytes | None:
     return None
 
 
-def _tiff_header(file: BinaryIO, path: Path) -> Header:
+def _tiff_header(file: BinaryIO, path: Path, max_pixels: int) -> Header:
     with reading_tiff(file, path) as tiff:
         series = tiff.series[0]
         sizes = dict(zip(series.axes, series.shape, strict=True))
@@ -201,6 +203,14 @@ def _tiff_header(file: BinaryIO, path: Path) -> Header:
         if stack or "Y" not in sizes or "X" not in sizes or (sizes.get("S", 1) > 1 and sizes.get("C", 1) > 1):
             refuse(path, f"is a stack of pictures (axes {series.axes}, shape {series.shape}); save one as a file of its own")
         samples = sizes.get("S", 1) * sizes.get("C", 1)
+        counted = sizes["X"] * sizes["Y"] * samples // _CHANNELS_PER_PIXEL
+        if samples > _CHANNELS_PER_PIXEL and counted > max_pixels:
+            refuse(
+                path,
+                f"is {sizes['X']} x {sizes['Y']} px with {samples} channels, which count as {_millions(counted)} px of "
+                f"{_CHANNELS_PER_PIXEL} channels, above data.max_pixels {_millions(max_pixels)}; "
+                "raise data.max_pixels, or leave channels out",
+            )
         channels = 3 if photometric in ("palette", "separated") else samples - num_alpha(page)
         return Header(sizes["X"], sizes["Y"], mode, int(page.bitspersample), orientation, "TIFF", channels)
 

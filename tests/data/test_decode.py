@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 import zlib
@@ -100,10 +101,11 @@ class TestDamage:
             ("none.jpg", "does not exist"),
             ("film.gif", "GIF"),
             ("noise.png", "unknown or damaged, it starts with 00 01"),
+            ("pipe.jpg", "is not a regular file"),
         ],
     )
     def test_what_is_no_image_is_refused_with_the_reason(self, tmp_path: Path, name: str, message: str) -> None:
-        """Zero bytes, text, a folder, a broken link, nothing at all, an unread format, rubbish."""
+        """Zero bytes, text, a folder, a broken link, nothing at all, an unread format, rubbish, a pipe that would never end."""
         path = tmp_path / name
         contents = {
             "zero.jpg": b"",
@@ -117,6 +119,8 @@ class TestDamage:
             path.mkdir()
         elif name == "link.jpg":
             path.symlink_to(tmp_path / "gone.jpg")
+        elif name == "pipe.jpg":
+            os.mkfifo(path)
         for call in (lambda: probe(path, LIMIT), lambda: decode(path, max_pixels=LIMIT)):
             with pytest.raises(DataError, match=message) as caught:
                 call()
@@ -138,6 +142,104 @@ class TestDamage:
             decode(tmp_path / "x.webp", max_pixels=LIMIT)
         with pytest.raises(DataError, match=r"stack of pictures.*5, 20, 30"):
             decode(tmp_path / "x.tif", max_pixels=LIMIT)
+
+
+def retag(path: Path, **values: object) -> None:
+    """Changes tags of the first page in place."""
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        for name, value in values.items():
+            tiff.pages[0].tags[name].overwrite(value)
+
+
+class TestLies:
+    """Headers that claim what the file does not hold. The fuzz found each of these."""
+
+    @pytest.mark.parametrize(
+        ("options", "tags", "message"),
+        [
+            ({"compression": "lzw"}, {"ImageLength": 192}, "lacks 1 of its 2 tiles or strips"),
+            ({"compression": "lzw", "rowsperstrip": 96}, {"RowsPerStrip": 8}, "lacks 11 of its 12 tiles or strips"),
+            ({}, {"ImageLength": 192, "RowsPerStrip": 192}, "holds 36864 bytes of pixels where its header claims 73728"),
+            ({"compression": "jpeg", "tile": (32, 32)}, {"BitsPerSample": (16, 16, 16)}, "holds uint8 pixels where its header says uint16"),
+            ({}, {"Compression": 3}, "is compressed as a fax and claims 8 bits a pixel"),
+            ({"compression": "zlib", "tile": (32, 32)}, {"TileWidth": 65520, "TileLength": 65520}, r"tiles of 1\d+ values each, above 4 x"),
+        ],
+    )
+    def test_tiff_is_held_to_what_it_claims(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], options: dict[str, object], tags: dict[str, object], message: str
+    ) -> None:
+        """Rows, strips, tiles and types that are not there would come back black, grey or white without an error."""
+        path = tmp_path / "x.tif"
+        tifffile.imwrite(path, picture(96, 128), photometric="rgb", **options)
+        assert decode(path, max_pixels=LIMIT).shape == (96, 128, 3)
+        retag(path, **tags)
+        with path.open("ab") as file:
+            file.write(bytes(100_000))  # room for what is claimed, so that it is not found by the file's end
+        with pytest.raises(DataError, match=message):
+            decode(path, max_pixels=LIMIT)
+
+    def test_many_channels_count_toward_max_pixels(self, tmp_path: Path) -> None:
+        """A small file that claims 60000 channels is refused before memory is taken; more than four are read within the limit."""
+        path = tmp_path / "x.tif"
+        tifffile.imwrite(path, np.zeros((96, 128, 8), np.uint8), photometric="minisblack", planarconfig="contig")
+        assert decode(path, max_pixels=96 * 128 * 2).shape == (96, 128, 8)
+        with pytest.raises(DataError, match=r"8 channels, which count as 24576 px of 4 channels, above data\.max_pixels 24575"):
+            decode(path, max_pixels=96 * 128 * 2 - 1)
+        retag(path, SamplesPerPixel=60_000)
+        tracemalloc.start()
+        with pytest.raises(DataError, match="60000 channels"):
+            decode(path, max_pixels=10**6)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
+
+    @pytest.mark.parametrize("samples", [1, 3, 4])
+    def test_damage_of_a_jpeg_inside_tiff_is_an_error(self, tmp_path: Path, picture: Callable[..., np.ndarray], samples: int) -> None:
+        """Held to the same as a JPEG alone: one tile in which a few bytes are gone names itself."""
+        path = tmp_path / "x.tif"
+        array = picture(96, 128, samples)
+        photometric = {1: "minisblack", 3: "rgb", 4: "separated"}[samples]
+        tifffile.imwrite(path, array[..., 0] if samples == 1 else array, photometric=photometric, compression="jpeg", tile=(64, 64))
+        assert decode(path, max_pixels=LIMIT).shape == (96, 128, 1 if samples == 1 else 3)
+        with tifffile.TiffFile(path) as tiff:
+            start, length = tiff.pages[0].dataoffsets[2], tiff.pages[0].databytecounts[2]
+        data = bytearray(path.read_bytes())
+        data[start + length // 2 : start + length // 2 + 40] = b"\xff" * 40
+        path.write_bytes(data)
+        with pytest.raises(DataError, match="damaged JPEG as tile or strip 2"):
+            decode(path, max_pixels=LIMIT)
+
+    @pytest.mark.parametrize("name", ["x.tif", "x.bmp"])
+    def test_palette_that_was_overwritten_is_an_error(self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str) -> None:
+        """All colours black: the numbers differ and the image would not."""
+        Image.fromarray(picture(20, 30)).quantize(16).save(tmp_path / name)
+        if name == "x.tif":
+            retag(tmp_path / name, ColorMap=[0] * 768)
+        else:
+            data = bytearray((tmp_path / name).read_bytes())
+            start = int.from_bytes(data[10:14], "little")
+            data[54:start] = bytes(start - 54)
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=r"damaged palette: all of its \d+ numbers have the colour \[0, 0, 0\]"):
+            decode(tmp_path / name, max_pixels=LIMIT)
+
+    def test_palette_of_another_length_is_an_error(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A palette for 256 colours does not go with 16-bit pixels."""
+        Image.fromarray(picture(20, 30)).quantize(16).save(tmp_path / "x.tif")
+        retag(tmp_path / "x.tif", BitsPerSample=16, ImageWidth=15)
+        with pytest.raises(DataError, match=r"palette of shape \(3, 256\) for 1 samples of 16 bits"):
+            decode(tmp_path / "x.tif", max_pixels=LIMIT)
+
+    def test_cmyk_jpeg_is_read_as_strictly_as_any(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A frame twice as high as what was stored: Pillow alone would give the rest in grey."""
+        path = tmp_path / "x.jpg"
+        Image.fromarray(picture(96, 128)).convert("CMYK").save(path)
+        data = bytearray(path.read_bytes())
+        frame = data.index(b"\xff\xc0")
+        data[frame + 5 : frame + 7] = (192).to_bytes(2, "big")
+        path.write_bytes(data)
+        with pytest.raises(DataError, match="damaged JPEG"):
+            decode(path, max_pixels=LIMIT)
 
 
 class TestSize:
@@ -303,8 +405,8 @@ class TestModes:
         rgba[..., :3] = (200, 100, 50)
         rgba[:, 4:, 3] = 255
         rgba[:, 2:4, 3] = 128
-        for name in ("x.png", "x.tif"):
-            Image.fromarray(rgba).save(tmp_path / name)
+        for name in ("x.png", "x.tif", "x.webp"):
+            Image.fromarray(rgba).save(tmp_path / name, **({"lossless": True, "exact": True} if name == "x.webp" else {}))
             out = decode(tmp_path / name, max_pixels=LIMIT, background=(0, 0, 255))
             assert out.shape == (8, 8, 3)
             assert out[0, 0].tolist() == [0, 0, 255], name
