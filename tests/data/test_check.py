@@ -15,6 +15,7 @@ import tifffile
 from PIL import Image
 
 from hiresvis.data.check import CACHE_NAME, check_datasets
+from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.sources import Datasets, load_datasets
 from hiresvis.data.transforms import Preprocess
 
@@ -42,6 +43,19 @@ def test_sound_data_gives_counts_and_no_error(folders: tuple[Path, Path]) -> Non
     assert (train["modes"], train["bits"], train["channels"], train["formats"]) == ({"RGB": 6}, {"8": 6}, {"3": 6}, {"PNG": 6})
     assert (train["height"], train["width"], train["share_kept"], train["shrink"]) == ([24, 24, 24], [32, 32, 32], [1, 1, 1], [1, 1, 1])
     assert json.loads(json.dumps(report.to_json()))["splits"]["val"]["images"] == 3
+
+
+def test_every_extension_is_listed_and_decoded_whatever_its_case(tmp_path: Path, save_image: Callable[..., Path]) -> None:
+    """Files of each extension in small and capital letters, as encoders write them: none is passed over, and all are sound."""
+    for number, suffix in enumerate(sorted(IMAGE_EXTENSIONS)):
+        for form in (suffix, suffix.upper()):
+            kind = Image.registered_extensions()[suffix]
+            save_image(tmp_path / "train" / "ab"[number % 2] / f"image{form}", seed=number, format=kind)
+    save_image(tmp_path / "train" / "a" / "film.gif")
+    report = check_datasets(load_datasets(tmp_path / "train", 0.3), max_pixels=LIMIT)
+    assert not report.errors
+    assert sum(counts["images"] for counts in report.splits.values()) == 2 * len(IMAGE_EXTENSIONS)
+    assert report.splits["train"]["skipped_extensions"] == {".gif": 1}
 
 
 def test_cut_file_is_found_by_the_full_check_alone(folders: tuple[Path, Path]) -> None:

@@ -178,6 +178,14 @@ class TestLies:
         with pytest.raises(DataError, match=message):
             decode(path, max_pixels=LIMIT)
 
+    def test_places_of_strips_that_are_no_whole_numbers_are_refused(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
+        """A tag of a wrong type reads as a fraction of a byte, and an image without bytes as zeros."""
+        tifffile.imwrite(tmp_path / "x.tif", picture(96, 128), photometric="rgb", compression="zlib")
+        with tifffile.TiffFile(tmp_path / "x.tif", mode="r+") as tiff:
+            tiff.pages[0].tags["StripByteCounts"].overwrite(4e-320, dtype="d")
+        with pytest.raises(DataError, match="lacks 1 of its 1 tiles or strips"):
+            decode(tmp_path / "x.tif", max_pixels=LIMIT)
+
     def test_many_channels_count_toward_max_pixels(self, tmp_path: Path) -> None:
         """A small file that claims 60000 channels is refused before memory is taken; more than four are read within the limit."""
         path = tmp_path / "x.tif"
@@ -243,16 +251,49 @@ class TestLies:
 
 
 class TestSize:
-    def test_claim_of_60000_px_is_refused_before_memory_is_taken(self, tmp_path: Path) -> None:
-        """The message gives size, limit and setting; no array was made and no time passed."""
-        path = tmp_path / "bomb.png"
-        path.write_bytes(png_claiming(60_000, 60_000))
+    @pytest.mark.parametrize("name", ["x.png", "x.jpg", "x.bmp", "x.tif", "tiled.tif", "x.webp"])
+    def test_claim_of_60000_px_is_refused_before_memory_is_taken(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str
+    ) -> None:
+        """A small file of any format: the message gives size, limit and setting, and no array was made."""
+        path, side, image = tmp_path / name, 60_000, Image.fromarray(picture(96, 128))
+        if name == "x.png":
+            path.write_bytes(png_claiming(side, side))
+        elif name == "tiled.tif":
+            tifffile.imwrite(path, picture(96, 128), photometric="rgb", compression="zlib", tile=(32, 32))
+        else:
+            image.save(path, **({"lossless": True} if name == "x.webp" else {}))
+        data = bytearray(path.read_bytes())
+        if name == "x.jpg":
+            frame = data.index(b"\xff\xc0") + 5
+            data[frame : frame + 4] = struct.pack(">HH", side, side)
+        elif name == "x.bmp":
+            data[18:26] = struct.pack("<II", side, side)
+        elif name == "x.webp":  # the most that its 14 bits hold
+            side = 16_383
+            start = data.index(b"VP8L") + 9
+            data[start : start + 4] = struct.pack("<I", (side - 1) | (side - 1) << 14)
+        path.write_bytes(data)
+        if name.endswith(".tif"):
+            retag(path, ImageWidth=side, ImageLength=side)
         tracemalloc.start()
-        with pytest.raises(DataError, match=r"60000 x 60000 px = 3600M, above data\.max_pixels 500M; raise data\.max_pixels"):
-            decode(path, max_pixels=500_000_000)
+        claim = rf"{side} x {side} px = {side * side / 1e6:.0f}M, above data\.max_pixels 200M; raise data\.max_pixels"
+        with pytest.raises(DataError, match=claim):
+            decode(path, max_pixels=200_000_000)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 2**20
+        assert peak < 2**24
+
+    def test_scan_above_pillows_error_limit_is_read(self, tmp_path: Path) -> None:
+        """180 megapixels, which Pillow by itself refuses as a bomb; the last pixel is there."""
+        array = np.zeros((13_420, 13_420), np.uint8)
+        array[-1, -1] = 77
+        (tmp_path / "scan.png").write_bytes(imagecodecs.png_encode(array, level=1))
+        with pytest.raises(Image.DecompressionBombError):
+            Image.open(tmp_path / "scan.png")
+        out = decode(tmp_path / "scan.png", max_pixels=500_000_000)
+        assert out.shape == (13_420, 13_420, 1)
+        assert out[-1, -1, 0] == 77
 
     def test_image_above_pillows_limit_and_under_ours_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Pillow's own limit has no say, and is as before afterwards."""
