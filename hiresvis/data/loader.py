@@ -8,6 +8,7 @@ so worker processes hold no random state. Images travel as bytes, channels last;
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -99,7 +100,7 @@ class TrainLoader:
         micro_batch: the most images in one part.
         least: the fewest that a part should have (batch statistics need more than one image); kept wherever batch and micro_batch allow.
         seed: of order and augmentation.
-        workers: processes; 0 decodes here.
+        workers: processes; 0 decodes here. An epoch whose images do not fit into /dev/shm gets fewer, which `notes` tells.
         bad_images: "error" or "skip".
         pin: page-locked memory, for GPUs.
         start_method: fork, spawn or forkserver; None: the platform's own.
@@ -158,6 +159,11 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the worker processes."""
         self._engine.close()
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people: fewer workers than were asked for, and why."""
+        return self._engine.notes
 
     def _tasks(self) -> list[_Task]:
         order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
@@ -245,6 +251,11 @@ class EvalLoader:
     def close(self) -> None:
         """Ends the worker processes."""
         self._engine.close()
+
+    @property
+    def notes(self) -> list[str]:
+        """As `TrainLoader`."""
+        return self._engine.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,23 +354,40 @@ class _Engine:
     """torch's DataLoader over tasks."""
 
     def __init__(self, source: _ImageSource, *, workers: int, pin: bool, start_method: str | None, persistent: bool) -> None:
+        self.workers, self.notes = workers, list[str]()
         self._source = source
+        self._pin, self._start_method, self._persistent = pin, start_method, persistent
         self._sampler = _TaskSampler()
+        self._loader = self._make_loader()
+
+    def _make_loader(self) -> DataLoader[_Loaded]:
         options: dict[str, Any] = {}
-        if workers:
-            options = {"prefetch_factor": PREFETCH, "persistent_workers": persistent, "multiprocessing_context": start_method}
+        if self.workers:
+            options = {"prefetch_factor": PREFETCH, "persistent_workers": self._persistent, "multiprocessing_context": self._start_method}
         with _no_advice_on_workers():
-            self._loader: DataLoader[_Loaded] = DataLoader(
-                source,  # type: ignore[arg-type]
+            return DataLoader(
+                self._source,  # type: ignore[arg-type]
                 sampler=self._sampler,
                 batch_size=None,
-                num_workers=workers,
+                num_workers=self.workers,
                 collate_fn=_identity,
-                pin_memory=pin,
+                pin_memory=self._pin,
                 worker_init_fn=_start_worker,
                 generator=torch.Generator(),  # torch draws a base seed an epoch from it, instead of from the global state that runs record
                 **options,
             )
+
+    def _keep_within_shared_memory(self, tasks: list[_Task]) -> None:
+        """Fewer workers where these tasks would fill /dev/shm: a worker that writes there beyond its end is killed in mid epoch."""
+        preprocess = self._source.pipeline.preprocess
+        values = max((len(task.indices) for task in tasks), default=0) * math.prod(preprocess.image_size) * preprocess.in_chans
+        micro_batch_bytes = values * (4 if preprocess.scale.kind == "range" else 1)
+        possible, why = _workers_within(self.workers, micro_batch_bytes, shared_memory_free_bytes())
+        if possible < self.workers:
+            self.close()
+            self.notes.append(f"data.workers lowered from {self.workers} to {possible}: {why}")
+            self.workers = possible
+            self._loader = self._make_loader()
 
     def run(self, tasks: list[_Task]) -> Iterator[_Loaded]:
         """The results in the order of the tasks.
@@ -368,6 +396,7 @@ class _Engine:
             DataError: a file, in the main process.
             EnvironmentFailed: a worker process died; names the files it may have been at.
         """
+        self._keep_within_shared_memory(tasks)
         self._sampler.tasks = tasks
         with _no_advice_on_workers(), _child_signals_kept():
             results = iter(self._loader)
@@ -451,10 +480,15 @@ def auto_workers(num_cpus: int, *, on_gpu: bool, micro_batch_bytes: int, shm_fre
     else:
         wanted = min(2, num_cpus // 4)
         why = f"the model itself uses the {num_cpus} cores" + (f"; {wanted} decode beside it" if wanted else "")
-    if shm_free_bytes is None or not wanted:
-        return wanted, why
+    possible, reason = _workers_within(wanted, micro_batch_bytes, shm_free_bytes)
+    return possible, reason or why
+
+
+def _workers_within(wanted: int, micro_batch_bytes: int, shm_free_bytes: int | None) -> tuple[int, str]:
+    """As many of the wanted processes as free shared memory takes, and why they are fewer, if they are."""
     each = (PREFETCH + 1) * micro_batch_bytes
-    possible = int(0.8 * shm_free_bytes) // max(1, each)
-    if possible >= wanted:
-        return wanted, why
+    possible = wanted if shm_free_bytes is None else min(wanted, int(0.8 * shm_free_bytes) // max(1, each))
+    if possible == wanted:
+        return wanted, ""
+    assert shm_free_bytes is not None
     return possible, f"/dev/shm has {format_size(shm_free_bytes)} free and a worker needs {format_size(each)} of it; {wanted} would not fit"

@@ -16,10 +16,12 @@ import pytest
 import tifffile
 import torch
 
+from hiresvis.data import loader as loader_module
 from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader, auto_workers
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, Preprocess, make_augment
+from hiresvis.data.transforms import Pipeline, Preprocess, Scale, make_augment
 from hiresvis.errors import DataError, EnvironmentFailed
+from hiresvis.units import format_size
 
 SIZE = (24, 32)
 PREPROCESS = Preprocess(SIZE)
@@ -191,6 +193,34 @@ class TestWorkers:
         found, why = auto_workers(**arguments)
         assert found == workers
         assert word in why
+
+    @pytest.mark.parametrize(("free_bytes", "workers"), [(40_000, 1), (20_000, 0), (10**9, 3), (None, 3)])
+    def test_small_shared_memory_lowers_the_workers_before_the_first_batch(
+        self, make: Callable[..., TrainLoader], monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, workers: int
+    ) -> None:
+        """A number that was asked for would end in SIGBUS: it is lowered with the reason, and the bits stay."""
+        monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: free_bytes)
+        loader = make(workers=3)  # three images of 24 x 32 x 3 bytes, three at a time: 20.25 KiB a worker
+        items = epochs(loader, 0, 1)
+        iterator = loader._engine._loader._iterator
+        assert len(getattr(iterator, "_workers", ())) == workers
+        assert len(loader.notes) == (workers < 3)
+        if workers < 3:
+            reason = f"data.workers lowered from 3 to {workers}: /dev/shm has {format_size(free_bytes)} free and a worker needs 20.2 KiB"
+            assert loader.notes[0].startswith(reason)
+        assert same(items, epochs(make(), 0, 1))
+
+    def test_evaluation_counts_its_own_batch(self, samples: tuple[Sample, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        """An evaluation batch may be larger than a micro-batch; floats take four bytes."""
+        monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: 150_000)
+        for preprocess, batch, workers in (
+            (PREPROCESS, 2, 2),
+            (PREPROCESS, 11, 1),
+            (replace(PREPROCESS, scale=Scale("range", 0, 200)), 11, 0),
+        ):
+            with closing(EvalLoader(samples, preprocess, max_pixels=10**6, batch=batch, workers=2)) as loader:
+                assert sum(len(item.indices) for item in loader) == 11
+                assert loader._engine.workers == workers
 
 
 class TestBadImages:
