@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -335,6 +336,35 @@ def test_rotated_files_are_counted(open_workshop, draw, tmp_path):
     work = open_workshop(data)
     found = work("check", work.recipe, *CHECKED, "--json").json["splits"]
     assert [found[split]["exif_rotated"] for split in ("train", "val")] == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["12 bits in 16", "float"])
+def test_the_range_of_deep_images_is_recorded_and_used_again(open_workshop, tmp_path, kind):
+    """Neither is cut to white: fit finds the range, and predict takes it from the run, whatever it is given alone."""
+    rng = np.random.default_rng(3)
+    suffix = ".png" if kind.startswith("12") else ".tif"
+    for split, count in (("train", 3), ("val", 2)):
+        for label, level in (("dark", 600), ("light", 2400)):
+            (tmp_path / "data" / split / label).mkdir(parents=True)
+            for number in range(count):
+                array = (level + rng.random((80, 80)) * 1500).astype(np.uint16 if suffix == ".png" else np.float32)
+                Image.fromarray(array).save(tmp_path / "data" / split / label / f"{number}{suffix}")
+    work = open_workshop(tmp_path / "data")
+    done = work.fit("data.test=null", "train.epochs=1")
+    assert "percentiles" in done.err
+    scale = work.read("contract.json")["scale"]
+    assert scale["kind"] == "range"
+    assert 590 < scale["low"] < 650
+    assert 3800 < scale["high"] < 3910
+    table = work.path("predictions.csv").read_text().splitlines()
+    told = {row["path"]: row for row in csv.DictReader(table)}
+    alone = tmp_path / "data" / "val" / "light" / f"0{suffix}"
+    darker = tmp_path / f"darker{suffix}"
+    Image.fromarray((np.asarray(Image.open(alone)) / 2).astype(np.uint16 if suffix == ".png" else np.float32)).save(darker)
+    first, second = csv.DictReader(work("predict", work.path(""), alone, darker).out.splitlines())
+    assert first["label"] == told[str(alone)]["predicted"]
+    assert float(first["score"]) == pytest.approx(float(told[str(alone)]["score"]), abs=2e-6)
+    assert second["score_dark"] != first["score_dark"]
 
 
 def test_plan_needs_no_pixels(workshop):
