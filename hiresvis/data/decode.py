@@ -4,12 +4,13 @@ Rules (each a test):
     size         against `max_pixels` from the header, before memory is taken
     rotation     EXIF and TIFF orientation applied
     grey         1 channel; 1 bit becomes 0 and 255; 16 bit stays uint16; other number types become float32, values kept
-    palette      RGB, of its colours
+    palette      RGB, of its colours; one that makes all numbers one colour is an error
     alpha        laid on `background` (palette and colour-key transparency too); the alpha channel is gone
     CMYK         red = (255 - C)(255 - K) / 255, and so on; no colour profile is applied to any image
     TIFF         first series, highest resolution; 4 or more samples without alpha stay channels; white-is-zero is inverted;
-                 pixels that are not finite are an error
-    JPEG         decoded at 1/2, 1/4 or 1/8 (DCT scaling) where that loses nothing that `draft_px` could show
+                 pixels that are not finite are an error; rows, tiles and types that the tags claim have to be there
+    JPEG         damage that the decoder notices is an error, inside TIFF too; decoded at 1/2, 1/4 or 1/8 (DCT scaling) where that
+                 loses nothing that `draft_px` could show
 
 JPEG by simplejpeg (libjpeg-turbo, strict; Pillow, as strict on cut files, stands in where it is missing), PNG and WebP by imagecodecs
 (strict, and silent on stderr, which opencv is not), TIFF by tifffile. A returned array has the header's size, checked.

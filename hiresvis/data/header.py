@@ -1,8 +1,8 @@
 """What a file says about itself, read without decoding a pixel: kind, size, mode, bits, orientation.
 
-A file is refused here, before memory is taken for it, when it is no image, claims more pixels than allowed, or holds more than one picture.
-Files are judged by their first bytes, not by their extension. Pillow reads the headers (its own pixel limit is switched off in favour of
-`max_pixels`), tifffile those of TIFF.
+A file is refused here, before memory is taken for it, when it is no image, claims more pixels than allowed (more than four channels
+count in proportion), or holds more than one picture. Files are judged by their first bytes, not by their extension. Pillow reads the
+headers (its own pixel limit is switched off in favour of `max_pixels`), tifffile those of TIFF.
 """
 
 from __future__ import annotations
