@@ -378,7 +378,7 @@ class _Engine:
             )
 
     def _keep_within_shared_memory(self, tasks: list[_Task]) -> None:
-        """Fewer workers where these tasks would fill /dev/shm: a worker that writes there beyond its end is killed in mid epoch."""
+        """Fewer workers where these tasks would fill /dev/shm: a worker that finds it full fails in mid epoch."""
         preprocess = self._source.pipeline.preprocess
         values = max((len(task.indices) for task in tasks), default=0) * math.prod(preprocess.image_size) * preprocess.in_chans
         micro_batch_bytes = values * (4 if preprocess.scale.kind == "range" else 1)

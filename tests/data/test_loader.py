@@ -198,7 +198,7 @@ class TestWorkers:
     def test_small_shared_memory_lowers_the_workers_before_the_first_batch(
         self, make: Callable[..., TrainLoader], monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, workers: int
     ) -> None:
-        """A number that was asked for would end in SIGBUS: it is lowered with the reason, and the bits stay."""
+        """A number that was asked for would fail in mid epoch: it is lowered with the reason, and the bits stay."""
         monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: free_bytes)
         loader = make(workers=3)  # three images of 24 x 32 x 3 bytes, three at a time: 20.25 KiB a worker
         items = epochs(loader, 0, 1)
