@@ -403,7 +403,7 @@ class _Run:
             trainer.restore(snapshot)
         handle = apply_plan(step.model, plan)
         try:
-            yield from self._events(trainer, handle, parts, step, plan, settled, counted_bytes)
+            yield from _with_notes(self._events(trainer, handle, parts, step, plan, settled, counted_bytes), train_loader, val_loader)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -557,6 +557,16 @@ class _Settled:
     schedule: Schedule
     metric: str
     workers: int
+
+
+def _with_notes(events: Iterator[Event], *loaders: TrainLoader | EvalLoader) -> Iterator[Event]:
+    """The events, and what the loaders have to say as soon as they say it."""
+    told: set[str] = set()
+    for event in events:
+        for note in (note for loader in loaders for note in loader.notes if note not in told):
+            told.add(note)
+            yield Notice(level="warning", text=note)
+        yield event
 
 
 def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:

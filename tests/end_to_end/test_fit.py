@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hiresvis.backbone.build import build_backbone
+from hiresvis.errors import RunFolderError
 from hiresvis.recipe import Resolution, load_recipe
 from hiresvis.train.finder import Finder
 from hiresvis.train.step import TrainStep
@@ -458,3 +459,30 @@ def test_files_passed_over_by_extension_are_told(open_workshop, draw, tmp_path):
     assert "passed over by extension: 2 .gif, 1 .txt\n" in done.err
     (finished,) = work.events("run_finished")
     assert finished["passed_over"] == {".gif": 2, ".txt": 1}
+
+
+def test_workers_that_shared_memory_cannot_hold_are_lowered_and_told(workshop, monkeypatch):
+    """Once, as a warning with the reason; the run goes through."""
+    monkeypatch.setattr("hiresvis.data.loader.shared_memory_free_bytes", lambda: 0)
+    done = workshop.fit("data.workers=2", "train.epochs=2")
+    said = [line for line in done.err.splitlines() if "data.workers lowered from 2 to 0" in line]
+    assert 1 <= len(said) <= 2  # training and evaluation each say their own
+
+
+def test_a_damaged_plan_is_named_on_resume(workshop):
+    """A hand-edited plan.json ends with the run folder's exit code, the file and what is wrong in it."""
+    workshop.fit("train.epochs=1")
+    run = workshop.path("")
+    path = run / "plan.json"
+    stored = json.loads(path.read_text())
+    for change, said in (
+        ({"segments": []}, "segments end at unit 0"),
+        ({"micro_batch": 0}, "micro_batch is 0"),
+        ({"segments": [{**stored["checkpoint_plan"]["segments"][0], "tier": "bogus"}]}, "bogus"),
+        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0"),
+    ):
+        path.write_text(json.dumps({**stored, "checkpoint_plan": {**stored["checkpoint_plan"], **change}}))
+        done = workshop.fit("train.epochs=2", "--resume", ok=False)
+        assert done.code == RunFolderError.exit_code, done.err
+        assert said in done.err
+        assert str(run) in done.err
