@@ -1,7 +1,10 @@
 """Runs a training step on fake tensors and records what happens in each unit: no memory, no arithmetic.
 
-The model's copy consists of fake CPU tensors, so attention takes the flash kernel, whose saved tensors are the ones a GPU
-kernel saves as well. Every storage is counted by identity while it is alive, and stamped with the unit that made it. A
+The model's copy consists of fake CPU tensors, so attention takes the flash kernel, which saves what a GPU's flash kernel saves
+but for small things: on the CPU 5 tensors, on CUDA 7, with the seed and offset of its random numbers; and batch norm saves 6, with
+cuDNN 7, with a reserve of its own. So bytes are right, and the *numbers* of saved tensors, which are where a plan's passes begin,
+can be off on a GPU: passes then begin a few tensors earlier than was reckoned, which moves their peaks, never gradients
+(`segments`). Every storage is counted by identity while it is alive, and stamped with the unit that made it. A
 parameter's gradient stays where it is new, and is let go where it is added to an older one; both peaks are read off one
 backward.
 

@@ -7,11 +7,17 @@ gradients come from the same kernels on the same numbers. This is the scheme of 
 al., *Training deep nets with sublinear memory cost*, 2016, for the idea), without its need for one function to call.
 
 What makes a second run give the same numbers and leave no second trace:
-- random numbers: the generators' states from the segment's start are put back for the second run, and the present ones
-  after it; a segment that drew no numbers skips this;
-- buffers that the forward changes (running statistics): the second run gets clones, dropped afterwards;
+- random numbers (torch's, and those of Python's `random`): the generators' states from the segment's start are put back for
+  the second run, and the present ones after it; a segment that drew no numbers skips this. A kept operator that draws (fused
+  attention with dropout) is not run again, so the state that it left is put in its place;
+- buffers that the forward changes or puts others in place of: the second run gets clones of what they held when their unit
+  began, dropped afterwards. These values are held from the forward on: as many bytes as such buffers have, which no prediction
+  counts, and nothing in models without them. Batch norm's statistics of the batch do not depend on its buffers, so of those
+  nothing is held, and the second run gets clones of the present ones;
 - autocast: the second run has the first one's settings.
-A changed input, or another number of saved tensors, raises; nothing is ever guessed.
+A changed input or kept output, another number of saved tensors, and a second run that changes a buffer that the first did
+not change, raise. What is not seen: draws from numpy's generator, and attributes that a forward changes and that are no
+buffers (a Python counter). These go on twice.
 
 Modules may take and return several tensors, in tuples, lists or by keyword. What comes from within the segment is made
 again; what comes from outside is held with the frame.
@@ -27,6 +33,7 @@ Module hooks (`register_forward_hook`) of modules inside a segment fire again in
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -70,14 +77,16 @@ class _RandomState:
         self.device = device
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.python = random.getstate()
 
     def restore(self) -> None:
+        random.setstate(self.python)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def same_as(self, other: _RandomState) -> bool:
-        if not torch.equal(self.cpu, other.cpu):
+        if self.python != other.python or not torch.equal(self.cpu, other.cpu):
             return False
         return self.cuda is None or (other.cuda is not None and torch.equal(self.cuda, other.cuda))
 
@@ -124,14 +133,24 @@ class _Output:
         return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.spec)
 
 
+# What helps against a unit that a second run cannot repeat: planning again alone would give the same plan.
+_REMEDY = (
+    'plan again with spacing "off", or with a spacing by stage that leaves the stage of this unit out (it is stored then), and prove '
+    "the plan by hiresvis.verify_plan(model, plan) or `hiresvis doctor --verify MODEL`"
+)
+
+
 class _Kept(TorchDispatchMode):
     """Holds the outputs of a unit's costly operators in the first forward, and hands them out in a second run."""
 
-    def __init__(self, keep: Sequence[int], outputs: dict[int, _Output] | None = None) -> None:
+    def __init__(self, keep: Sequence[int], label: str, device: torch.device | None, first: _Kept | None = None) -> None:
+        """`device`: where operators may draw random numbers, None on fake tensors; `first`: of the first forward, to hand out from."""
         super().__init__()
-        self.keep = frozenset(keep)
-        self.replaying = outputs is not None
-        self.outputs: dict[int, _Output] = {} if outputs is None else outputs
+        self.keep, self.label, self.device = frozenset(keep), label, device
+        self.replaying = first is not None
+        self.outputs: dict[int, _Output] = {} if first is None else first.outputs
+        self.random: dict[int, _RandomState] = {} if first is None else first.random  # after those that drew numbers
+        self.returned: list[weakref.ref[torch.Tensor]] = []  # what the model has of them
         self.number = 0
         self.storages: dict[int, int] = {}  # of what is kept, by identity
 
@@ -142,10 +161,16 @@ class _Kept(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         number, self.number = self.number, self.number + 1
         if self.replaying and number in self.keep:
+            if number in self.random:
+                self.random[number].restore()
             return self.outputs[number].again()
+        before = _RandomState(self.device) if number in self.keep and self.device is not None else None
         out = func(*args, **(kwargs or {}))
         if number in self.keep:
+            if before is not None and not before.same_as(after := _RandomState(before.device)):
+                self.random[number] = after
             self.outputs[number] = _Output.of(out)
+            self.returned.extend(weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
             self.storages.update((tensor.untyped_storage()._cdata, number) for tensor in self.outputs[number].tensors)
         return out
 
@@ -154,7 +179,7 @@ class _Kept(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
                 number = self.storages.get(value.untyped_storage()._cdata)
                 if number is not None:
-                    raise RuntimeError(f"{func} changes the output of operator {number}, which the plan keeps; plan again")
+                    raise RuntimeError(f"in {self.label} {func} changes the output of operator {number}, which the plan keeps; {_REMEDY}")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -210,14 +235,14 @@ class _Frame:
         self.requires_grad: dict[_Made, bool] = {_INPUT: tensor.requires_grad}
         self.found: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {id(tensor): (weakref.ref(tensor), _INPUT)}  # by identity
         self.outside: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self.versions: list[tuple[torch.Tensor, int]] = [(self.inputs[0][_INPUT], tensor._version)]
+        self.versions: list[tuple[str, torch.Tensor, int]] = [("its input", self.inputs[0][_INPUT], tensor._version)]
         self.random: list[_RandomState | None] = []  # at each unit's start
         self.autocast = _Autocast(device.type)
         self.places: list[weakref.ref[_Place]] = []
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what each place stands for
         self.unit_places: list[int] = []  # the first place of each unit
-        self.changed: list[nn.Module] = []
-        self.kept: _Kept | None = _Kept(segment.keep) if segment.keep else None
+        self.changed: list[_Values] = []  # by unit, the buffers that its forward changed, as they were before
+        self.kept: _Kept | None = _Kept(segment.keep, segment.label, None if self.fake else device) if segment.keep else None
         self.away: Offloaded | None = None
 
     def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -233,7 +258,7 @@ class _Frame:
         if held is None or held[0]() is not tensor:
             # Not the tensor itself: its graph would be held with it.
             held = self.outside[id(tensor)] = (weakref.ref(tensor), _alone(tensor))
-            self.versions.append((held[1], tensor._version))
+            self.versions.append(("a tensor that it was given", held[1], tensor._version))
         return held[1]
 
     def note_output(self, position: int, output: Any) -> None:
@@ -247,6 +272,7 @@ class _Frame:
     def begin_unit(self) -> None:
         """The next unit of the first forward begins."""
         self.unit_places.append(len(self.places))
+        self.changed.append({})
         # Reruns begin at the segment's input, and in a nest at any unit's.
         wanted = not self.fake and (self.segment.passes or not self.random)
         self.random.append(_RandomState(self.device) if wanted else None)
@@ -258,6 +284,10 @@ class _Frame:
         first = self.random[0]
         if first is not None and first.same_as(_RandomState(self.device)):
             self.random = [None] * len(self.random)
+        if self.kept and not self.segment.offload:
+            # Not what is kept itself: it was taken beneath autograd, where nothing counts changes.
+            seen = [tensor.detach() for tensor in (found() for found in self.kept.returned) if tensor is not None]
+            self.versions.extend(("an output that the plan keeps", tensor, tensor._version) for tensor in seen)
         if self.segment.offload:
             kept = self.kept.tensors if self.kept else []
             del self.versions[0]
@@ -285,7 +315,8 @@ class _Frame:
         unit = max(index for index, first in enumerate(self.unit_places) if first <= number)
         first = self.unit_places[unit]
         last = self.unit_places[unit + 1] if unit + 1 < len(self.unit_places) else len(self.places)
-        edges = [first, *(first + border for border in self.segment.passes[unit]), last]
+        # Borders are numbers of saved tensors as traced. On this device the unit may save more or fewer; the passes shift then.
+        edges = sorted({first, *(min(first + border, last) for border in self.segment.passes[unit]), last})
         for begin, end in itertools.pairwise(edges):
             if begin <= number < end:
                 return _Run(unit, begin, end)
@@ -298,17 +329,17 @@ class _Frame:
         found = iter(self.away.take())
         tensor = next(found).requires_grad_(self.requires_grad[_INPUT])
         self.inputs[0][_INPUT] = tensor
-        self.versions.insert(0, (tensor, tensor._version))
+        self.versions.insert(0, ("its input", tensor, tensor._version))
         for output in self.kept.outputs.values() if self.kept else ():
             output.replace(next(found) for _ in output.tensors)
         self.away = None
 
     def _check_unchanged(self) -> None:
-        for tensor, version in self.versions:
+        for what, tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"cannot recompute {self.segment.label}: its input was changed in place after the forward "
-                    f"(version {tensor._version}, was {version}); plan again with this unit stored"
+                    f"cannot recompute {self.segment.label}: {what} was changed in place after the forward "
+                    f"(version {tensor._version}, was {version}); {_REMEDY}"
                 )
 
     def recompute(self, number: int) -> None:
@@ -324,12 +355,12 @@ class _Frame:
         def fill(tensor: torch.Tensor) -> None:
             nonlocal now
             if now >= run.end:
-                raise RuntimeError(f"recomputing {self.segment.label} saves more tensors than its forward did ({run.end})")
+                raise RuntimeError(f"recomputing {self.segment.label} saves more tensors than its forward did ({run.end}); {_REMEDY}")
             if (tensor.shape, tensor.dtype) != self.kinds[now]:
                 raise RuntimeError(
                     f"recomputing {self.segment.label} saves another tensor than its forward did: {tuple(tensor.shape)} of {tensor.dtype}, "
                     f"not {tuple(self.kinds[now][0])} of {self.kinds[now][1]}; the model does not do the same twice, so it cannot be "
-                    "checkpointed here"
+                    f"checkpointed here; {_REMEDY}"
                 )
             place = self.places[now]() if now >= run.first else None
             if place is not None:
@@ -346,18 +377,18 @@ class _Frame:
             if state is not None:
                 stack.callback(_RandomState(self.device).restore)
                 state.restore()
-            stack.enter_context(_cloned_buffers(self.changed))
+            stack.enter_context(self.segment.unchanged_buffers(begin, run.unit, self.changed))
             stack.enter_context(self.autocast.entered())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, refuse))
             if self.kept:
-                stack.enter_context(_Kept(self.segment.keep, self.kept.outputs))
+                stack.enter_context(_Kept(self.segment.keep, self.segment.label, None, self.kept))
             with suppress(_AllFilled):
                 self.segment.run_again(self, begin, run.unit)
         if now != run.end:
             raise RuntimeError(
                 f"recomputing {self.segment.label} saved {now} tensors, its forward {run.end}; "
-                "the model does not do the same twice, so it cannot be checkpointed here"
+                f"the model does not do the same twice, so it cannot be checkpointed here; {_REMEDY}"
             )
 
     def note_inputs(self, unit: int, values: Mapping[_Made, torch.Tensor]) -> None:
@@ -374,15 +405,46 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+# Buffers by module and name, and what they held.
+_Values = dict[nn.Module, dict[str, torch.Tensor | None]]
+
+
+class _Buffers:
+    """A module's buffers before its forward. The tensors are held, so that one put in place of another is told by identity."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.before = dict(module._buffers)
+        self.versions = {name: buffer._version for name, buffer in self.before.items() if buffer is not None}
+        self.values: dict[str, torch.Tensor | None] = {}
+        if not _is_batch_norm(module):
+            self.values = {name: None if buffer is None else buffer.detach().clone() for name, buffer in self.before.items()}
+
+    def changed(self) -> dict[str, torch.Tensor | None] | None:
+        """What a second run must begin with; None where nothing changed. All of a batch norm that is not torch's: it may use them."""
+        if _advances_statistics(self.module):
+            return self.values
+        now = self.module._buffers
+        names = [
+            name
+            for name, buffer in self.before.items()
+            if now.get(name) is not buffer or (buffer is not None and buffer._version != self.versions[name])
+        ]
+        return {name: self.values[name] for name in names if name in self.values} if names else None
+
+
 @contextmanager
-def _cloned_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    originals = [(module, dict(module._buffers)) for module in modules]
+def _cloned_buffers(values: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> Iterator[None]:
+    """Inside, these modules have clones of the values given and, for their other buffers, of the present ones."""
+    originals = [(module, dict(module._buffers)) for module in values]
     try:
         for module, buffers in originals:
-            module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+            found = {**buffers, **values[module]}
+            module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in found.items()})
         yield
     finally:
         for module, buffers in originals:
+            module._buffers.clear()
             module._buffers.update(buffers)
 
 
@@ -402,7 +464,7 @@ class _SegmentRunner:
         self.unit_of = tuple(index for index, unit in enumerate(names) for _ in unit)
         self.label = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
         self.passes, self.keep, self.offload, self.host = segment.passes, segment.keep, segment.tier == "offload", host
-        self.buffered = [module for top in self.modules for module in top.modules() if module._buffers]
+        self.buffered = [[module for module in top.modules() if module._buffers] for top in self.modules]  # by position
         self.frame: _Frame | None = None
         self.last_output: weakref.ref[torch.Tensor] | None = None
         self.recomputing = False
@@ -427,16 +489,19 @@ class _SegmentRunner:
         if position == 0 or self.unit_of[position] != self.unit_of[position - 1]:
             frame.begin_unit()
         frame.note_call(args, kwargs)
-        versions = [_buffer_versions(module) for module in self.buffered]
+        before = [_Buffers(module) for module in self.buffered[position]]
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack), frame.kept or nullcontext():
                 output = original(*args, **kwargs)
         except BaseException:
             self.frame = None
             raise
-        for module, version in zip(self.buffered, versions, strict=True):
-            if (_advances_statistics(module) or _buffer_versions(module) != version) and module not in frame.changed:
-                frame.changed.append(module)
+        for buffers in before:
+            changed = buffers.changed()
+            if changed is not None:
+                earlier = frame.changed[-1].get(buffers.module, {})
+                frame.changed[-1][buffers.module] = {**changed, **earlier}
+        del before
         result = handed_on(output, args)
         assert result is not None
         self.last_output = weakref.ref(result)
@@ -445,6 +510,25 @@ class _SegmentRunner:
             frame.finish()
             self.frame = None
         return output
+
+    @contextmanager
+    def unchanged_buffers(self, begin: int, end: int, changed: Sequence[_Values]) -> Iterator[None]:
+        """Around a second run of units `begin` to `end`: buffers start as they were at the first one's start, and end as they are now."""
+        values: _Values = {}
+        for unit in changed[begin : end + 1]:  # of those that were called
+            for module, held in unit.items():
+                values[module] = {**held, **values.get(module, {})}
+        positions = zip(self.unit_of, self.buffered, strict=True)
+        others = [module for unit, modules in positions if begin <= unit <= end for module in modules if module not in values]
+        before = [(module, dict(module._buffers), _buffer_versions(module)) for module in others]
+        with _cloned_buffers(values):
+            yield
+        for module, buffers, versions in before:
+            same = all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
+            if not same or _buffer_versions(module) != versions:
+                raise RuntimeError(
+                    f"recomputing {self.label} changes buffers of a {type(module).__name__} that its forward did not change; {_REMEDY}"
+                )
 
     def run_again(self, frame: _Frame, begin: int, end: int) -> None:
         """Units `begin` to `end`, from the input that the frame holds for the first of them."""
@@ -474,9 +558,14 @@ def _buffer_versions(module: nn.Module) -> list[int]:
     return [buffer._version for buffer in module._buffers.values() if buffer is not None]
 
 
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Torch's own and timm's, whose output in training does not depend on the buffers that they change."""
+    return isinstance(module, _BatchNorm) and type(module).__module__.startswith(("torch.", "timm."))
+
+
 def _advances_statistics(module: nn.Module) -> bool:
     """Batch norm's kernels write the running statistics without raising their version."""
-    return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    return module.training and module._buffers.get("running_mean") is not None
 
 
 class _Around:
