@@ -468,3 +468,57 @@ def test_a_model_that_rearranges_pixels_first_is_planned_and_verified():
     assert hiresvis.verify_plan(model, found).micro_batch == 2
     assert api.image_channels(model, (64, 64)) == 3
     assert api.image_channels(nn.Sequential(nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)), (8, 8)) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"image_size": "64"},
+        {"image_size": (64,)},
+        {"image_size": 64.5},
+        {"image_size": True},
+        {"batch": 2.5},
+        {"batch": "8"},
+        {"batch": 0},
+        {"micro_batch": True},
+        {"budget": True},
+        {"budget": 1.5e9},
+        {"budget": -5},
+        {"spacing": 1.5},
+    ],
+)
+def test_an_argument_that_is_none_is_named(wrong):
+    """A slip of type or sign is a ValueError that names the argument and the value."""
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        plan(make(), **wrong)
+
+
+def test_a_plan_is_made_inside_no_grad():
+    """What is traced is training, wherever the call stands."""
+    with torch.no_grad():
+        assert plan(make()).micro_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"segments": []}, "end at unit 0"),
+        ({"micro_batch": 0}, "micro_batch"),
+        ({"batch": "x"}, "batch"),
+        ({"stages": None}, "no plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused_on_reading(recomputing, change, said):
+    """Counts and segments are looked at before anything is applied."""
+    with pytest.raises(ValueError, match=said):
+        CheckpointPlan.from_json({**recomputing.to_json(), **change})
+
+
+def test_a_plan_with_a_gap_or_an_unknown_tier_is_refused(recomputing):
+    """Segments are the whole chain, each in a tier that there is."""
+    row = recomputing.to_json()
+    first = row["segments"][0]
+    for changed, said in ((row["segments"][1:], "begins at unit"), ([{**first, "tier": "bogus"}, *row["segments"][1:]], "bogus")):
+        with pytest.raises(ValueError, match=said):
+            CheckpointPlan.from_json({**row, "segments": changed})

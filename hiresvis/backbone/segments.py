@@ -52,7 +52,7 @@ from hiresvis.backbone.chain import first_tensor, handed_on
 from hiresvis.backbone.compiled import refuse_compiled_around, refuse_finer, refuse_wrappers
 from hiresvis.backbone.flops import PRODUCTS
 from hiresvis.backbone.host import HostMemory, Offloaded
-from hiresvis.backbone.slices import run_in_slices
+from hiresvis.backbone.slices import parts_refuse, run_in_slices
 from hiresvis.memory.plan import CheckpointPlan, Segment
 
 
@@ -483,7 +483,8 @@ class _SegmentRunner:
         elif self.last_output is None or self.last_output() is not tensor or self.frame is None:
             raise RuntimeError(
                 f"{self.names[position]} did not get the output of {self.names[position - 1]}: "
-                "the model's chain is not the one that was planned"
+                "the model's chain is not the one that was planned, or a hook put on one of them hands on another tensor; take such hooks "
+                "off, or plan with them in place"
             )
         frame = self.frame
         if position == 0 or self.unit_of[position] != self.unit_of[position - 1]:
@@ -648,7 +649,10 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
     for name in [name for segment in segments for name in segment.slices]:
         if name not in modules:
             raise ValueError(f"the plan is for another model: it runs {name!r} in slices, which is missing")
-        wrapped.append(_wrap_slices(modules[name]))
+        why = parts_refuse(modules[name])
+        if why is not None:
+            raise ValueError(f"the plan is for another model: {name!r} cannot run in slices, for {why}")
+        wrapped.append(_Around(modules[name], partial(_in_slices, modules[name])))
     for segment in segments:
         if segment.tier == "store":
             continue
@@ -658,8 +662,8 @@ def apply_segments(model: nn.Module, segments: Sequence[Segment], unit_modules: 
     return PlanHandle(wrapped)
 
 
-def _wrap_slices(module: nn.Module) -> _Around:
-    return _Around(module, lambda original, args, kwargs: run_in_slices(module, original, *args))
+def _in_slices(module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run_in_slices(module, original, *args, **kwargs)
 
 
 def _wrap(module: nn.Module, runner: _SegmentRunner, position: int) -> _Around:

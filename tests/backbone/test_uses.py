@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -392,3 +393,56 @@ def test_a_second_run_that_saves_other_tensors_raises() -> None:
         RuntimeError, match=r"recomputing 1 saves another tensor than its forward did: \(8,\) of torch\.float32, not \(2, 4\)"
     ):
         model(torch.randn(2, 4)).sum().backward()
+
+
+def _sliced(lab, name: str = "vit_tiny_patch16_224"):
+    """A small model, images, and a plan with every MLP in slices, by segments and modules."""
+    model = lab.make_model(name, drop_path=0.0)
+    profile = lab.small_profile(name)
+    segments = []
+    for index, unit in enumerate(profile.units):
+        way = next((way for way in unit.ways if way.sliced), None)
+        chunk = way and Segment(index, index + 1, "chunk", (way.passes,), way.keep, unit.sliceable)
+        segments.append(chunk or Segment(index, index + 1))
+    assert any(segment.slices for segment in segments)
+    return model, torch.rand(2, 3, 64, 64), segments, [unit.modules for unit in profile.units]
+
+
+def test_second_derivatives_through_slices_raise(lab) -> None:
+    """A slice's own graph ends in its backward: a penalty on gradients would be silently wrong."""
+    model, images, segments, names = _sliced(lab, "convnext_atto")
+    apply_segments(model, segments, names)
+    images.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(images).square().mean(), images, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_a_hook_inside_what_runs_in_slices_raises(lab) -> None:
+    """It would see parts without gradients; on the whole it is fine."""
+    model, images, segments, names = _sliced(lab)
+    apply_segments(model, segments, names)
+    handle = model.blocks[1].mlp.act.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="bitwise"):
+        model(images)
+    handle.remove()
+    model.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    model(images).sum().backward()
+
+
+def test_a_copy_of_a_model_with_slices_trains_and_pickles(lab) -> None:
+    """Its slices are its own: gradients land in the copy."""
+    model, images, segments, names = _sliced(lab)
+    apply_segments(model, segments, names)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(images).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in other.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_slices_of_what_is_no_token_wise_pair_are_refused(lab) -> None:
+    """An edited plan does not fail in the middle of training."""
+    model, _, segments, names = _sliced(lab)
+    edited = [replace(segment, slices=("head",)) if segment.slices else segment for segment in segments]
+    with pytest.raises(ValueError, match="slices"):
+        apply_segments(model, edited, names)
