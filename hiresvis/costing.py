@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import psutil
 import torch
@@ -128,9 +129,15 @@ def entry_of(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> Ent
         stride=trainable.backbone.stride,
         batch_norm=assemble.has_batch_norm(trainable.model),
         parameters=sum(parameter.numel() for parameter in trainable.model.parameters()),
-        process_bytes=budget(torch.device("cpu"), 0, held).baseline_bytes if key.rules == "cpu" else None,
+        process_bytes=_process_bytes(held) if key.rules == "cpu" else None,
     )
     return Entry(profile, facts)
+
+
+def _process_bytes(held: int) -> int:
+    """Resident size, weights aside, of a process that is about to train: with what training imports and planning does not."""
+    import_module("hiresvis.train.trainer")
+    return budget(torch.device("cpu"), 0, held).baseline_bytes
 
 
 def trace_by(key: ProfileKey, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> MemoryProfile:
