@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -316,7 +317,7 @@ class OneModule(nn.Module):
         ({"budget": "lots"}, "is no size"),
         ({"budget": "T4", "device": "cpu"}, "is a card, and device is cpu"),
         ({"budget": "T4", "precision": "bf16"}, "T4 has no bf16"),
-        ({"batch": 0}, "at least one image"),
+        ({"batch": 0}, "at least 1"),
         ({"micro_batch": 9}, "micro_batch 9 is neither auto nor between 1 and batch, 8"),
         ({"micro_batch": "large"}, "micro_batch 'large' is neither"),
         ({"goal": "best"}, "goal 'best' is neither largest nor fastest"),
@@ -408,8 +409,7 @@ def test_a_difference_in_buffers_is_seen(monkeypatch):
     """A second run that advanced batch statistics again would leave equal gradients: the buffer is named."""
     model = make(drop_path_rate=0.0)
     found = plan(model, precision="fp32", spacing=1)
-    monkeypatch.setattr("hiresvis.backbone.segments._advances_statistics", lambda module: False)
-    monkeypatch.setattr("hiresvis.backbone.segments._buffer_versions", lambda module: [])
+    monkeypatch.setattr("hiresvis.backbone.segments._cloned_buffers", lambda values: nullcontext())
     with pytest.raises(hiresvis.HiresvisError, match=r"step 1: the buffer \S+ differs"):
         hiresvis.verify_plan(model, found, image_size=64)
 
