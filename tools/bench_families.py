@@ -422,15 +422,17 @@ def closeness(plain: nn.Module, profile: MemoryProfile, px: int, segments: Seque
     """The largest difference of a gradient with the plan, over its norm, where it is more than rounding does without any plan.
 
     What has no digits in fp32 has none to compare: of a bias before a batch norm, or of attention's keys, all of the gradient is
-    rounding. So a difference counts where it is above ROUNDING times that of the unplanned fp32 gradient from the one in fp64.
+    rounding. So a difference counts where it is above ROUNDING times that of the unplanned fp32 gradient from the one in fp64, and above
+    fp32's epsilon of the norm of all gradients together.
     """
     planned, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     apply_segments(planned, segments, [unit.modules for unit in profile.units])
     before, after, true = (gradients(one, px) for one in (plain, planned, exact))
     worst = 0.0
+    least = torch.finfo(torch.float32).eps * float(torch.stack([value.norm() for value in before.values()]).norm())
     for name, value in before.items():
         difference = float((value - after[name]).norm())
-        if difference > ROUNDING * float((value - true[name]).norm()):
+        if difference > least and difference > ROUNDING * float((value - true[name]).norm()):
             worst = max(worst, difference / max(float(value.norm()), 1e-300))
     return worst
 
