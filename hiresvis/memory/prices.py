@@ -71,9 +71,13 @@ class Prices:
         assert self.host is not None, "a plan with offload needs to know the host"
         moved = offloaded_bytes(profile, segment, 1) / self.host.link_bytes_per_s * self.host.flops_per_s
         units = [(index, profile.units[index]) for index in range(segment.start, segment.end)]
-        forward = sum(self.work(index, unit.flops.slope, unit.traffic.slope) for index, unit in units)
-        backward = 2 * forward + sum(self.work(*again) for again in runs_again(profile, segment))
+        forward = sum(self._surely(index, unit.flops.slope, unit.traffic.slope) for index, unit in units)
+        backward = 2 * forward + sum(self._surely(*again) for again in runs_again(profile, segment))
         return int(max(0.0, moved - forward) + max(0.0, moved - backward))
+
+    def _surely(self, index: int, flops: int, traffic: int) -> int:
+        """What so much takes at least: arithmetic and traffic may overlap, unless the unit was timed."""
+        return self.work(index, flops, traffic) if self.pace else flops
 
     def of(self, profile: MemoryProfile, segments: Sequence[Segment]) -> int:
         """What a plan adds to a step."""

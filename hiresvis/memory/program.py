@@ -29,7 +29,7 @@ import numpy as np
 from .costs import MemoryProfile, Recompute, Tier
 from .peak import StepSetting, offloaded_bytes
 from .plan import Segment
-from .prices import Prices
+from .prices import Prices, saves_anything
 
 GRID_BYTES = 4096  # the finest
 MAX_GRID_POINTS = 4096
@@ -258,6 +258,7 @@ class Program:
         opener = 0 if opening_kept else self.sizes[start].input
         forward = 0  # highest of the first forward
         again = back = interior = kept_boundaries = 0  # highest of the second run, and of the backward that follows, all at once
+        before = cost = 0  # work of the units so far, and of a second run that ends with the last saved tensor
         dropped = inputs = work = 0  # of a nested first rerun; inputs that it holds; FLOPs that it takes
         choices: list[_Choices] = []
         flat, nested = True, "nested" in self.allow
@@ -275,10 +276,11 @@ class Program:
                 back = max(back, interior + kept_boundaries + gradient + size.backward)
                 base = opener + self.casts[index + 1]
                 need = max(forward, base + again + gradient, base + back)
+                if size.saves:
+                    cost = before + size.work_to_save
+                before += size.work
                 if index > start or not unit.ways:
-                    segment = Segment(start, index + 1, "recompute")
-                    cost = self.prices.of_segment(self.profile, segment) + 1
-                    yield Option(segment, cost, opening_kept, False, opener, need)
+                    yield Option(Segment(start, index + 1, "recompute"), cost + 1, opening_kept, False, opener, need)
                 # A longer segment needs more, but for what its second run finds there: its output's gradient, and later units'.
                 flat = need - gradient <= self.room
             nested = nested and bool(size.ways) and index - start < MAX_NESTED_UNITS
@@ -329,6 +331,7 @@ class _Sizes:
         self.gradients = program.profile.gradients if setting.accumulates else program.later_gradients[index + 1]
         prices = program.prices
         self.work = prices.work(index, unit.flops.slope, unit.traffic.slope)
+        self.work_to_save, self.saves = prices.work(index, unit.flops_to_save.slope, unit.traffic.slope), saves_anything(unit)
         self.ways: list[tuple[Recompute, int, int, int]] = []  # with their bytes forward and backward, and their cost
         for way in unit.ways:
             asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}

@@ -443,7 +443,7 @@ def test_waiting_hides_behind_what_the_device_does_meanwhile(hand) -> None:
     segment = Segment(0, 1, "offload", ((),))
     moved = 10 * 30  # bytes times FLOPs a byte
     for prices, forward, again in (
-        (Prices(host=HOST, flops_per_byte=0.0), 1000, 1000),
+        (Prices(host=HOST, flops_per_byte=9.0), 1000, 1000),
         (Prices(host=HOST, flops_per_byte=0.0, pace=(0.1,)), 100, 100),
         (Prices(host=HOST, flops_per_byte=0.1, pace=(0.01,)), 10.5, 10),
     ):
