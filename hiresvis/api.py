@@ -73,7 +73,7 @@ def plan_memory(
         ValueError: an argument that is none, an image size that the model refuses, a model that is no chain, or a plan that is
             applied already.
     """
-    size = _pair(image_size)
+    size = height_and_width(image_size)
     if not _is_count(batch):
         raise ValueError(f"batch {batch!r} is no whole number of at least 1")
     limits = _limits(batch=batch, micro_batch=micro_batch, spacing=spacing, goal=goal, exact=exact)
@@ -135,7 +135,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _pair(image_size: object) -> tuple[int, int]:
+def height_and_width(image_size: object) -> tuple[int, int]:
     """Height and width.
 
     Raises:

@@ -28,6 +28,8 @@ from hiresvis.memory.budget import (
 )
 from hiresvis.units import MIB, format_size
 
+AUTOCAST_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def pick_device() -> torch.device:
     """The first CUDA device, else the CPU."""

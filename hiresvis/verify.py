@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiresvis.api import image_channels, in_channels_last
+from hiresvis.api import height_and_width, image_channels, in_channels_last
 from hiresvis.backbone import segments
 from hiresvis.backbone.match import check_plan
+from hiresvis.device import AUTOCAST_DTYPES
 from hiresvis.errors import HiresvisError
 from hiresvis.memory.plan import CheckpointPlan
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CLOSE = ("chunk", "tile")  # tiers that reassociate sums
 _TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}  # of a tensor's norm, where they are used
 
@@ -71,7 +71,8 @@ def verify_plan(
     check_plan(model, plan)
     if image_size is None:
         image_size = plan.image_size
-    size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
+    size = height_and_width(image_size)
+    channels, last = image_channels(model, size), in_channels_last(model)
     micro_batch = min(plan.micro_batch, 2) if micro_batch is None else micro_batch
     where = next(model.parameters()).device if device is None else torch.device(device)
     close = any(segment.tier in _CLOSE or segment.slices for segment in plan.segments)
@@ -81,7 +82,7 @@ def verify_plan(
         handle = segments.apply_plan(planned.model, plan)
         counts = count_forwards(planned.model, plan.unit_modules)
         for step in range(1, steps + 1):
-            images = random_images(model, micro_batch, size, step).to(where)
+            images = random_images((micro_batch, channels, *size), step, channels_last=last).to(where)
             counts.clear()
             difference = first_difference(bare.step(images, step), planned.step(images, step), tolerance)
             if difference is not None:
@@ -100,7 +101,7 @@ class Training:
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
-        self.model, self.dtype = model, _AUTOCAST.get(precision)
+        self.model, self.dtype = model, AUTOCAST_DTYPES[precision]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
@@ -128,10 +129,10 @@ class Training:
         return left
 
 
-def random_images(model: nn.Module, count: int, size: tuple[int, int], seed: int) -> torch.Tensor:
-    """Images of a seed in the number of channels and the memory format that the model takes; size is (height, width)."""
-    images = torch.rand(count, image_channels(model, size), *size, generator=torch.Generator().manual_seed(seed))
-    return images.to(memory_format=torch.channels_last) if in_channels_last(model) else images
+def random_images(shape: tuple[int, int, int, int], seed: int, *, channels_last: bool) -> torch.Tensor:
+    """Images of a seed; shape is (batch, channels, height, width)."""
+    images = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    return images.to(memory_format=torch.channels_last) if channels_last else images
 
 
 def count_forwards(model: nn.Module, unit_modules: Sequence[Sequence[str]]) -> Counter[str]:

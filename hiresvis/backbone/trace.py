@@ -23,11 +23,10 @@ from hiresvis.backbone.chain import Chain, find_chain
 from hiresvis.backbone.record import TRACE_BATCHES, Recorder, Setting, Tracer, fake_copy, resident
 from hiresvis.backbone.slices import run_in_slices, why_not
 from hiresvis.backbone.ways import Tape, flops_to_last_save, ways_of
-from hiresvis.device import StorageCounter
+from hiresvis.device import AUTOCAST_DTYPES, StorageCounter
 from hiresvis.memory.costs import Affine, Highest, Kind, MemoryProfile, Recompute, UnitCosts
 
 MAX_TENSOR_ELEMENTS = 2**31
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def trace_costs(
@@ -65,7 +64,7 @@ def trace_costs(
         ValueError: the model is no chain: fewer than two modules hand a tensor on.
     """
     mode, fake = fake_copy(model)
-    setting = Setting(image_size, in_chans, num_classes, _AUTOCAST.get(precision), channels_last, block, rules)
+    setting = Setting(image_size, in_chans, num_classes, AUTOCAST_DTYPES[precision], channels_last, block, rules)
     probe = Tracer(mode, fake, Chain(()), setting)
     with mode:
         images = probe.images(TRACE_BATCHES[0])

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hiresvis.device import AUTOCAST_DTYPES
+
 Precision = Literal["fp32", "bf16", "fp16"]
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Prepare = Callable[[Tensor], Tensor]
-
-_AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class TrainStep:
         precision: Precision = "fp32",
         clip_grad: float | None = None,
     ) -> None:
-        if precision not in _AUTOCAST:
-            raise ValueError(f"precision {precision!r} is not one of {', '.join(_AUTOCAST)}")
+        if precision not in AUTOCAST_DTYPES:
+            raise ValueError(f"precision {precision!r} is not one of {', '.join(AUTOCAST_DTYPES)}")
         self.model, self.optimizer, self.loss_fn, self.prepare = model, optimizer, loss_fn, prepare
         self.device, self.precision, self.clip_grad = torch.device(device), precision, clip_grad
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -151,7 +151,7 @@ class TrainStep:
             self.scaler.load_state_dict(state)
 
     def _autocast(self) -> torch.autocast:
-        dtype = _AUTOCAST[self.precision]
+        dtype = AUTOCAST_DTYPES[self.precision]
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _to_device(self, images: Tensor) -> Tensor:
