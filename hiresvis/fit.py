@@ -13,7 +13,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file
 
 from hiresvis import assemble, profiles
-from hiresvis.backbone.segments import PlanHandle, apply_plan
 from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
@@ -31,10 +30,12 @@ from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_mem
 from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
 from hiresvis.memory.budget import num_cores
 from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.memory.search import Limits
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
 from hiresvis.resume import (
     fingerprints,
+    measured_json,
     plan_json,
     read_plan,
     refuse_other_classes,
@@ -47,18 +48,19 @@ from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
 from hiresvis.settle import SMALL_MICRO_BATCH, disk_bytes, remedies
-from hiresvis.train.evaluate import Evaluation, evaluation_steps
-from hiresvis.train.finder import Finder, plan_chosen
+from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.finder import Finder, Found
 from hiresvis.train.freezing import needs_two_images
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
 from hiresvis.train.progress import Progress, RunLimits
+from hiresvis.train.relief import Relief, evaluation_in_room, first_line, other_micro_batch, plan_chosen
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
-from hiresvis.units import format_size
 
+_ROLLBACKS = 2  # of a run that diverges, before it stops
 _WITH_STATISTICS = 2  # images that a micro-batch should have at least where batch statistics are taken of it
 
 
@@ -119,33 +121,14 @@ class _Run:
 
     def new(self, *, dry_run: bool) -> Iterator[Event]:
         """A run from the start."""
-        recipe = self.loaded.recipe
         self._settle_machine()
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
-        lone = self._lone_images_fail(parts)
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
-        limits = parts.limits
-        finder = Finder(
-            step=step,
-            train_mode=parts.trainable.train_mode,
-            profile=parts.profile,
-            budget=parts.budget,
-            limits=limits,
-            raw_image=parts.raw_image,
-            eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
-            remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
-            check=lambda plan: self._refuse_lone_images(parts, plan) if lone else None,
-            stop=self.stop,
-            unit_seconds=profiles.read_seconds(parts.key, device_name(self.device)),
-        )
-        yield self._started(parts, batch=limits.batch, resumed_from_epoch=None)
+        yield self._started(parts, batch=parts.limits.batch, resumed_from_epoch=None)
         yield from self._autos()
-        yield from finder.find()
-        assert finder.found is not None
-        if finder.unit_seconds:
-            profiles.write_seconds(parts.key, device_name(self.device), finder.unit_seconds)
-        plan = finder.found.plan
+        found = yield from self._find(parts, step, parts.limits)
+        plan = found.plan
         yield from self._warn_of_small_batches(parts, plan)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan)
@@ -156,17 +139,19 @@ class _Run:
         self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=disk_bytes(parts.profile))
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
-        written = plan_json(parts, plan, finder.found.measured, finder.found.ladder)
-        self.folder.write_json("plan.json", {**written, "data": fingerprints(parts.datasets)})
+        stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
+        self.folder.write_json("plan.json", stored)
         for event in self.early:
             self.folder.record(event)
-        yield from self._train(parts, step, plan, settled, finder.found.measured.counted_bytes)
+        yield from self._train(parts, step, plan, settled, stored)
 
     def resumed(self) -> Iterator[Event]:
         """The run in the folder goes on with its own plan."""
         self.folder = RunDirectory.open(self.loaded.run_dir)
         stored, plan = read_plan(self.folder)
         snapshot = load_snapshot(self.folder.snapshot)
+        if snapshot is not None and snapshot.note:
+            yield Notice(level="warning", text=snapshot.note)
         if snapshot is None:
             yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
         before = Contract.read(self.folder.contract)
@@ -176,19 +161,49 @@ class _Run:
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
         refuse_other_plan(plan, parts, self.folder)
-        if (shortage := too_little_memory(stored, parts)) is not None:
+        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+        epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
+        yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
+        if (shortage := too_little_memory(stored, parts)) is None:
+            yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])
+        else:
             yield Notice(level="warning", text=shortage)
+            found = yield from self._find(parts, step, replace(parts.limits, batch=plan.batch, micro_batch=None, most=plan.micro_batch))
+            if found.plan.micro_batch != plan.micro_batch:
+                yield Notice(level="warning", text=other_micro_batch(plan.micro_batch, found.plan))
+            plan = found.plan
+            stored = {**stored, **plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder)}
+            self.folder.write_json("plan.json", stored)
+            changed = [replace(change, effect="taken") if change.key == "memory.budget" else change for change in changed]
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan)
         for change in changed:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
-        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
-        epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
-        yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
-        yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])
-        yield from self._train(parts, step, plan, settled, stored["measured"]["counted_peak_bytes"], snapshot)
+        yield from self._train(parts, step, plan, settled, stored, snapshot)
+
+    def _find(self, parts: Parts, step: TrainStep, limits: Limits) -> Generator[Event, None, Found]:
+        """The plan that runs on this device."""
+        recipe = self.loaded.recipe
+        finder = Finder(
+            step=step,
+            train_mode=parts.trainable.train_mode,
+            profile=parts.profile,
+            budget=parts.budget,
+            limits=limits,
+            raw_image=parts.raw_image,
+            eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
+            remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
+            check=self._refusal_of_lone_images(parts),
+            stop=self.stop,
+            unit_seconds=profiles.read_seconds(parts.key, device_name(self.device)),
+        )
+        yield from finder.find()
+        assert finder.found is not None
+        if finder.unit_seconds:
+            profiles.write_seconds(parts.key, device_name(self.device), finder.unit_seconds)
+        return finder.found
 
     def _settle_machine(self) -> None:
         recipe = self.loaded.recipe
@@ -273,12 +288,13 @@ class _Run:
     def _takes_batch_statistics(parts: Parts) -> bool:
         return parts.trainable.norm == "batch" and assemble.has_batch_norm(parts.trainable.model)
 
-    def _lone_images_fail(self, parts: Parts) -> bool:
-        """Whether a micro-batch of one image cannot be trained on."""
-        if not self._takes_batch_statistics(parts):
-            return False
-        parts.trainable.train_mode()
-        return needs_two_images(parts.trainable.model, parts.contract.image_size, parts.contract.channels)
+    def _refusal_of_lone_images(self, parts: Parts) -> Callable[[CheckpointPlan], None]:
+        """What to hold plans against, where a micro-batch of one image cannot be trained on."""
+        if self._takes_batch_statistics(parts):
+            parts.trainable.train_mode()
+            if needs_two_images(parts.trainable.model, parts.contract.image_size, parts.contract.channels):
+                return lambda plan: self._refuse_lone_images(parts, plan)
+        return lambda plan: None
 
     def _refuse_lone_images(self, parts: Parts, plan: CheckpointPlan) -> None:
         """A plan under which an image would stand alone in a micro-batch.
@@ -356,9 +372,19 @@ class _Run:
         return _Settled(schedule, metric, workers)
 
     def _train(
-        self, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted_bytes: int, snapshot: Snapshot | None = None
+        self,
+        parts: Parts,
+        step: TrainStep,
+        plan: CheckpointPlan,
+        settled: _Settled,
+        stored: Mapping[str, Any],
+        snapshot: Snapshot | None = None,
     ) -> Iterator[Event]:
-        """Training itself, with the plan applied; then the best weights' evaluation and the report."""
+        """Training itself, with the plan applied; then the best weights' evaluation and the report.
+
+        Args:
+            stored: what plan.json holds.
+        """
         recipe, folder = self.loaded.recipe, self.folder
         assert folder is not None
         data, samples = recipe.data, parts.datasets
@@ -376,8 +402,21 @@ class _Run:
             pin=on_gpu,
         )
         val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
+        check = self._refusal_of_lone_images(parts)
         meter = PeakMeter(self.device)
         meter.start()
+        relief = Relief(
+            step=step,
+            plan=plan,
+            profile=parts.profile,
+            budget=parts.budget,
+            limits=parts.limits,
+            train_loader=train_loader,
+            changed=lambda now: folder.write_json("plan.json", {**stored, **plan_json(parts, now)}),
+            check=check,
+            replan=recipe.memory.on_oom == "replan",
+            resume_command=self._command("fit", "--resume"),
+        )
         trainer = Trainer(
             step=step,
             train_loader=train_loader,
@@ -389,52 +428,50 @@ class _Run:
                 early_stop=recipe.train.early_stop.patience if recipe.train.early_stop else None,
                 max_time=recipe.train.max_time,
                 save_every=recipe.train.save_every,
+                rollbacks=_ROLLBACKS if recipe.train.on_divergence == "rollback" else 0,
             ),
             metric=settled.metric,
             run_dir=folder.root,
             stop=self.stop,
+            relief=relief,
             memory_bytes=meter.peak_bytes,
             name_of=lambda index: str(samples.train.samples[index].path),
             val_name_of=lambda index: str(samples.val.samples[index].path),
             predicted_peak_bytes=plan.predicted_peak_bytes,
             resume_command=self._command("fit", "--resume"),
         )
-        if snapshot is not None:
-            trainer.restore(snapshot)
-        handle = apply_plan(step.model, plan)
         try:
-            yield from _with_notes(self._events(trainer, handle, parts, step, plan, settled, counted_bytes), train_loader, val_loader)
+            if snapshot is not None:
+                trainer.restore(snapshot)
+            counted = int(stored["measured"]["counted_peak_bytes"])
+            yield from _with_notes(self._events(trainer, relief, parts, step, settled, counted), train_loader, val_loader)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise DoesNotFit(
-                f"Memory ran out in training, after the plan had run within {format_size(plan.budget_bytes)}: another process may have "
-                f"taken some. What was saved is whole; free memory and go on with: {self._command('fit', '--resume')}",
-                need_bytes=plan.predicted_peak_bytes,
-                budget_bytes=plan.budget_bytes,
-                largest_part=max(plan.parts.items(), key=lambda part: part[1]),
-            ) from error
+            raise relief.refusal(f"Memory ran out outside of training steps ({first_line(error)})") from error
         finally:
-            handle.remove()
+            relief.remove()
             train_loader.close()
             val_loader.close()
 
-    def _events(
-        self, trainer: Trainer, handle: PlanHandle, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled, counted: int
-    ) -> Iterator[Event]:
+    def _events(self, trainer: Trainer, relief: Relief, parts: Parts, step: TrainStep, settled: _Settled, counted: int) -> Iterator[Event]:
+        first = relief.plan
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
                 yield event
                 continue
-            handle.remove()
+            relief.remove()
             self._refuse_end_without_weights(event.epochs)
-            test = yield from self._best(trainer, parts, step, plan, settled)
+            if relief.plan.eval_batch != first.eval_batch:
+                trainer.best_evaluation = None  # `evaluate` will repeat the digits of the batch that is left
+            test = yield from self._best(trainer, parts, step, relief, settled)
             finished = replace(
                 event,
                 time=0.0,
                 test_metrics=test,
+                predicted_peak_bytes=relief.plan.predicted_peak_bytes,
                 counted_peak_bytes=counted or None,
-                predicted_counted_bytes=plan.predicted_counted_bytes if counted else None,
+                predicted_counted_bytes=first.predicted_counted_bytes if counted else None,
                 passed_over=_passed_over(parts.datasets),
             )
             yield finished  # recorded by now, so the report sees a finished run
@@ -464,7 +501,7 @@ class _Run:
         )
 
     def _best(
-        self, trainer: Trainer, parts: Parts, step: TrainStep, plan: CheckpointPlan, settled: _Settled
+        self, trainer: Trainer, parts: Parts, step: TrainStep, relief: Relief, settled: _Settled
     ) -> Generator[Event, None, dict[str, float]]:
         """Evaluates the best weights on test, and writes every sample's result."""
         folder = self.folder
@@ -472,10 +509,10 @@ class _Run:
         step.model.load_state_dict(load_file(folder.best_weights))
         val = trainer.best_evaluation
         if val is None:
-            val = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, plan, settled)
+            val = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, relief, settled)
         results = {"val": val}
         if parts.datasets.test is not None:
-            results["test"] = yield from self._evaluation(trainer.progress, step, parts.datasets.test.samples, parts, plan, settled)
+            results["test"] = yield from self._evaluation(trainer.progress, step, parts.datasets.test.samples, parts, relief, settled)
             found = results["test"]
             value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
             yield Evaluated(
@@ -493,17 +530,19 @@ class _Run:
         return dict(results["test"].metrics) if "test" in results else {}
 
     def _evaluation(
-        self, progress: Progress, step: TrainStep, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled
+        self, progress: Progress, step: TrainStep, samples: Sequence[Sample], parts: Parts, relief: Relief, settled: _Settled
     ) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""
-        loader = self._eval_loader(samples, parts, plan, settled)
-        steps = evaluation_steps(step, loader, name_of=lambda index: str(samples[index].path))
+        loader = self._eval_loader(samples, parts, relief.plan, settled)
+        steps = evaluation_in_room(step, loader, relief, name_of=lambda index: str(samples[index].path))
         try:
             while True:
                 try:
-                    next(steps)
+                    told = next(steps)
                 except StopIteration as done:
                     return done.value
+                if isinstance(told, Event):
+                    yield told
                 if self.stop.requested:
                     steps.close()
                     yield from self._interrupted(progress)

@@ -22,8 +22,8 @@ from hiresvis.units import format_size
 PLAN_FORMAT = 1
 
 
-def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
-    """plan.json: the plan to apply again, and what people and the report want to know of it."""
+def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
+    """What plan.json says of the plan: to apply it again, and for people and the report."""
     own = replace(plan, versions={**plan.versions, FINGERPRINT: fingerprint(parts.trainable.model)})
     return {
         "version": PLAN_FORMAT,
@@ -38,19 +38,25 @@ def plan_json(parts: Parts, plan: CheckpointPlan, measured: MeasuredPeak, ladder
         "budget_bytes": plan.budget_bytes,
         "capacity_bytes": parts.budget.capacity_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "recompute_fraction": plan.recompute_fraction,
+        "parts": dict(plan.parts),
+        "stages": plan.stages,
+        "units": unit_rows(parts.profile, plan),
+        "why": plan.why,
+        "checkpoint_plan": own.to_json(),
+    }
+
+
+def measured_json(plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:
+    """What plan.json says of the search and the probe."""
+    return {
         "measured": {
             "resident_peak_bytes": measured.peak_bytes,
             "counted_peak_bytes": measured.counted_bytes,
             "predicted_counted_bytes": plan.predicted_counted_bytes,
             "baseline_bytes": measured.base_bytes,
         },
-        "recompute_fraction": plan.recompute_fraction,
-        "parts": dict(plan.parts),
-        "stages": plan.stages,
-        "units": unit_rows(parts.profile, plan),
         "ladder": [to_json(row) for row in ladder],
-        "why": plan.why,
-        "checkpoint_plan": own.to_json(),
     }
 
 
@@ -137,7 +143,7 @@ def too_little_memory(stored: Mapping[str, Any], parts: Parts) -> str | None:
         return None
     return (
         f"the run's plan took {format_size(peak)} where it was made, and {format_size(budget.total_bytes)} can be used here "
-        f"({budget.why}): it may run out of memory. What is saved stays whole; on a machine with more, --resume goes on"
+        f"({budget.why}): planning again, with the same batch"
     )
 
 

@@ -457,6 +457,8 @@ def _start_worker(worker: int) -> None:
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     cv2.setNumThreads(0)
 
 

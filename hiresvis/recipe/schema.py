@@ -113,8 +113,8 @@ class Memory(Section):
     )
     channels_last: Annotated[Auto | bool, values.flag("auto")] = _key("auto", "Memory order of images inside the network.")
     compile: Annotated[bool, values.flag(only=False, later=("true",))] = _key(False, "torch.compile.")
-    on_oom: Annotated[Literal["stop"], values.choice("stop", later=("replan",))] = _key(
-        "stop", "What running out of memory in training does: today it ends the run, which can be resumed."
+    on_oom: Annotated[Literal["replan", "stop"], values.choice("replan", "stop")] = _key(
+        "replan", "What running out of memory in training does: a tighter plan and the same batch again, or the end, which can be resumed."
     )
 
 
@@ -178,8 +178,10 @@ class Train(Section):
     max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(
         None, "The run ends in order after this time, such as 3h45m."
     )
-    on_divergence: Annotated[Literal["stop"], values.choice("stop", later=("rollback",))] = _key(
-        "stop", "What non-finite numbers, several steps in a row, do: today they end the run with advice."
+    on_divergence: Annotated[Literal["rollback", "stop"], values.choice("rollback", "stop")] = _key(
+        "rollback",
+        "What steps that are not finite, several in a row, or a loss that runs away do: back to a snapshot with a lower learning rate, "
+        "twice at most, or the end with advice.",
     )
     keep: Keep = _key(Keep(), "How many weights are kept.")
     save_every: Annotated[float, quantities.duration()] = _key("10min", "Time between snapshots.")

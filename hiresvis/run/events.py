@@ -185,7 +185,7 @@ class RunFinished(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInterrupted(Event):
     kind: ClassVar[str] = "run_interrupted"
-    signal: str  # SIGINT | SIGTERM
+    signal: str  # SIGINT | SIGTERM | SIGUSR1
     epoch: int
     step: int
     resume_command: str

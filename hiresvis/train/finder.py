@@ -26,9 +26,10 @@ from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import CheckpointPlan, NoPlan
 from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.memory.timing import measured_rates, priced_by
-from hiresvis.run.events import Event, LadderRow, Notice, PlanChosen
+from hiresvis.run.events import Event, LadderRow, Notice
 from hiresvis.train.evaluate import eval_mode
 from hiresvis.train.pace import time_units
+from hiresvis.train.relief import plan_chosen
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.units import format_size
@@ -368,22 +369,6 @@ class Finder:
             torch.set_rng_state(cpu_state)
             if cuda_state is not None:
                 torch.cuda.set_rng_state(cuda_state, self.step.device)
-
-
-def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanChosen:
-    """The event that tells of a plan."""
-    return PlanChosen(
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        batch=plan.batch,
-        precision=plan.precision,
-        stages=plan.stages,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=measured_peak_bytes,
-        budget_bytes=plan.budget_bytes,
-        recompute_fraction=plan.recompute_fraction,
-        why=plan.why,
-    )
 
 
 def measured_rows(rows: tuple[LadderRow, ...], planner: Planner, chosen: Candidate, measured: MeasuredPeak) -> tuple[LadderRow, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import timm
+import torch
+
 from hiresvis.errors import RunFolderError
 from hiresvis.train.progress import Progress
-from hiresvis.train.snapshot import Snapshot, read_weights_metadata, save_snapshot, save_weights
+from hiresvis.train.snapshot import Snapshot, load_snapshot, read_weights_metadata, save_snapshot, save_weights
 from hiresvis.train.state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng, with_prefix, without_prefix
 from hiresvis.train.step import TrainStep
 
@@ -35,8 +38,23 @@ class Keeper:
         rng, rng_state = pack_rng()
         model = self._step.model.state_dict()
         tensors = {**with_prefix("model", model), **with_prefix("optimizer", optimizer), **with_prefix("rng", rng)}
-        state = {"progress": asdict(progress), "optimizer": optimizer_state, "scaler": self._step.state_dict(), "rng": rng_state}
+        state = {
+            "progress": asdict(progress),
+            "optimizer": optimizer_state,
+            "scaler": self._step.state_dict(),
+            "rng": rng_state,
+            "sound": progress.trend.is_sound and not progress.non_finite_in_a_row,
+            "versions": {"torch": torch.__version__, "timm": timm.__version__},
+        }
         save_snapshot(self.snapshot_dir, tensors=tensors, state=state)
+
+    def load_sound(self) -> Snapshot | None:
+        """The newest snapshot from before training went wrong; None where there is none.
+
+        Raises:
+            RunFolderError: the files were changed by something else.
+        """
+        return load_snapshot(self.snapshot_dir, accept=lambda state: state.get("sound", True))
 
     def restore(self, snapshot: Snapshot, *, metric: str, num_steps: int) -> Progress:
         """Puts model, optimizer and scaler back (the random state waits for `restore_rng`) and returns where the run was.
@@ -45,7 +63,7 @@ class Keeper:
             RunFolderError: the snapshot is of another model, optimizer or number of steps an epoch.
         """
         state = snapshot.state
-        progress = Progress(**state["progress"])
+        progress = Progress.from_json(state["progress"])
         if progress.num_steps != num_steps:
             raise RunFolderError(
                 f"the snapshot was made with {progress.num_steps} optimizer steps an epoch, this run has {num_steps}: train.batch or the "

@@ -143,9 +143,13 @@ class Schedule:
         done = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         return self.lr * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
-    def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Sets every group's learning rate (times its `lr_scale`) for this step and returns the unscaled one."""
-        lr = self.at(step)
+    def apply(self, optimizer: Optimizer, step: int, scale: float = 1.0) -> float:
+        """Sets every group's learning rate (times its `lr_scale`) for this step and returns the one without that.
+
+        Args:
+            scale: of the whole run, below 1 after it had diverged.
+        """
+        lr = self.at(step) * scale
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hiresvis.train.divergence import LossTrend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +18,14 @@ class RunLimits:
         early_stop: epochs without a better metric after which the run ends; None: never.
         max_time: seconds since this start (a resumed run has its time anew), checked after each step; None: no limit.
         save_every: seconds between snapshots within an epoch; None: at epoch ends only.
+        rollbacks: how often a run that diverges goes back to its last sound snapshot, with a lower learning rate.
     """
 
     epochs: int
     early_stop: int | None = None
     max_time: float | None = None
     save_every: float | None = None
+    rollbacks: int = 0
 
 
 @dataclass(slots=True)
@@ -36,6 +42,9 @@ class Progress:
         seconds: of this epoch's steps.
         best_value, best_epoch: of the weights in best.safetensors; None and 0 while there are none.
         total_seconds: of all earlier starts up to their last snapshot.
+        lr_scale: factor on the schedule's learning rate; below 1 after a rollback.
+        num_rollbacks: so far.
+        trend: of the loss, see `LossTrend`.
     """
 
     metric: str
@@ -52,6 +61,14 @@ class Progress:
     num_non_finite: int = 0
     non_finite_in_a_row: int = 0
     total_seconds: float = 0.0
+    lr_scale: float = 1.0
+    num_rollbacks: int = 0
+    trend: LossTrend = field(default_factory=LossTrend)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Progress:
+        """What `dataclasses.asdict` made of one."""
+        return cls(**{**values, "trend": LossTrend(**values.get("trend", {}))})
 
     @property
     def global_step(self) -> int:

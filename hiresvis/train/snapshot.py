@@ -2,18 +2,22 @@
 
 A snapshot folder has one commit point:
 
-    state.json                    names the tensor file and its size, and holds the state
+    state.json                    names the tensor file, its size and its checksum, and holds the state
     tensors-<n>.safetensors       written under a new name and synced before state.json names it
+    previous.json                 the state.json before, whose tensor file is kept too
 
 `state.json` is replaced by one rename. So whatever moment the process or the machine dies at, it names a whole tensor file: the new one
-or the previous one. Files that no state.json names are leftovers; the next save removes them. The price is room for two snapshots.
+or the previous one. Should the disk lose or change the newest all the same, the previous one is taken, and said so. Files that neither
+names are leftovers; the next save removes them. The price is room for three snapshots.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +30,18 @@ from torch import Tensor
 from hiresvis.errors import EnvironmentFailed, RunFolderError
 from hiresvis.units import format_size
 
-_FORMAT = 1
-_STATE = "state.json"
+_FORMAT = 2
+_STATE, _PREVIOUS = "state.json", "previous.json"
+_HASH_BLOCK = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was saved: tensors on the CPU, and JSON values."""
+    """What was saved: tensors on the CPU, and JSON values. `note` says why it is not the newest, where it is not."""
 
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    note: str = ""
 
 
 def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -54,8 +60,10 @@ def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_tensors(tensor_path, tensors, {})
-        commit = {"format": _FORMAT, "generation": generation, "tensors": tensor_path.name, "bytes": tensor_path.stat().st_size}
-        _write_synced(temporary, json.dumps({**commit, "state": state}))
+        own = {"tensors": tensor_path.name, "bytes": tensor_path.stat().st_size, "checksum": _checksum(tensor_path)}
+        commit = {"format": _FORMAT, "generation": generation, **own, "state_checksum": _digest(state), "state": state}
+        _write_synced(temporary, json.dumps(commit))
+        _keep_as_previous(folder)
         _sync_folder(folder)
         os.replace(temporary, folder / _STATE)
         _sync_folder(folder)
@@ -65,32 +73,41 @@ def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping
                 leftover.unlink(missing_ok=True)
         kept = "the previous snapshot is kept" if (folder / _STATE).is_file() else "there is no earlier one"
         raise EnvironmentFailed(_disk_message("snapshot", folder, error, kept)) from error
+    named = {tensor_path.name, _tensors_of(folder / _PREVIOUS)}
     for path in folder.glob("tensors-*.safetensors"):
-        if path != tensor_path:
+        if path.name not in named:
             with suppress(OSError):  # a leftover costs room, not the run
                 path.unlink()
 
 
-def load_snapshot(folder: Path) -> Snapshot | None:
+def load_snapshot(folder: Path, *, accept: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> Snapshot | None:
     """The folder's last whole snapshot, or None when none was ever finished.
 
+    Args:
+        accept: whether a state will do; where the newest does not, the one before it is taken.
+
     Raises:
-        RunFolderError: files were changed or removed by something else.
+        RunFolderError: files were changed or removed by something else, and there is no other; or they are of another version.
     """
-    commit = _read_commit(folder)
-    if commit is None:
-        return None
-    path = folder / commit["tensors"]
-    size = path.stat().st_size if path.is_file() else 0
-    if size != commit["bytes"]:
-        raise RunFolderError(
-            f"{path}: {size} bytes, where {folder / _STATE} recorded {commit['bytes']}: the snapshot was changed after it was saved. "
-            f"Put the file back, or remove {folder} and start again."
-        )
-    try:
-        return Snapshot(load_file(path), commit["state"])
-    except SafetensorError as error:
-        raise RunFolderError(f"{path}: not readable as safetensors ({error}). Remove {folder} and start again.") from error
+    damage: list[RunFolderError] = []
+    passed_over = False
+    for name in (_STATE, _PREVIOUS):
+        try:
+            commit = _read_commit(folder / name)
+            if commit is None:
+                continue
+            if not accept(commit["state"]):
+                passed_over = True
+                continue
+            note = f"{damage[0]} The snapshot before it is taken." if damage else ""
+            return Snapshot(_read_tensors(folder, name, commit), commit["state"], note)
+        except _OtherVersion:
+            raise
+        except RunFolderError as error:
+            damage.append(error)
+    if damage and not passed_over:
+        raise damage[0]
+    return None
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> None:
@@ -158,26 +175,88 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _read_commit(folder: Path) -> dict[str, Any] | None:
-    path = folder / _STATE
+class _OtherVersion(RunFolderError):
+    """A snapshot of a format that this release does not read: whole, so nothing stands in for it."""
+
+
+def _read_commit(path: Path) -> dict[str, Any] | None:
+    mend = f"Remove {path.parent} and start again."
     try:
         commit = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
-        raise RunFolderError(f"{path}: not JSON ({error}); it was changed after it was saved. Remove {folder} and start again.") from error
-    if not isinstance(commit, dict) or commit.get("format") != _FORMAT:
-        raise RunFolderError(f"{path}: not a snapshot of format {_FORMAT}; it was written by another version. Start a new run folder.")
+        raise RunFolderError(f"{path}: not JSON ({error}); it was changed after it was saved. {mend}") from error
+    if not isinstance(commit, dict) or "format" not in commit:
+        raise RunFolderError(f"{path}: not a snapshot's; it was changed after it was saved. {mend}")
+    if commit["format"] not in (1, _FORMAT):
+        raise _OtherVersion(
+            f"{path}: a snapshot of format {commit['format']}, and this release reads up to {_FORMAT}; resume with the release that wrote "
+            "it, or start a new run folder."
+        )
+    if not all(isinstance(commit.get(key), kind) for key, kind in (("tensors", str), ("bytes", int), ("generation", int), ("state", dict))):
+        raise RunFolderError(f"{path}: lacks a part; it was changed after it was saved. {mend}")
+    if commit["format"] > 1 and commit.get("state_checksum") != _digest(commit["state"]):
+        raise RunFolderError(f"{path}: other values than were saved; it was changed after that. {mend}")
     return commit
 
 
-def _generation(folder: Path) -> int:
-    """The present snapshot's number, so that its successor gets another file name; 0 when there is none to protect."""
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
+
+
+def _read_tensors(folder: Path, name: str, commit: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a commit names, held against what it says of them (checksums came with format 2)."""
+    path = folder / Path(commit["tensors"]).name  # never outside of the folder
+    size = path.stat().st_size if path.is_file() else 0
+    mend = f"Put the file back, or remove {folder} and start again."
+    if size != commit["bytes"]:
+        raise RunFolderError(
+            f"{path}: {size} bytes, where {folder / name} recorded {commit['bytes']}: the snapshot was changed after it was saved. {mend}"
+        )
+    if "checksum" in commit and _checksum(path) != commit["checksum"]:
+        raise RunFolderError(f"{path}: other bytes than {folder / name} recorded: the snapshot was changed after it was saved. {mend}")
     try:
-        commit = _read_commit(folder)
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(f"{path}: not readable as safetensors ({error}). Remove {folder} and start again.") from error
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _keep_as_previous(folder: Path) -> None:
+    """state.json under a second name, unless it is not whole: then the earlier previous one stays."""
+    try:
+        if _read_commit(folder / _STATE) is None:
+            return
     except RunFolderError:
-        return max((int(p.stem.partition("-")[2]) for p in folder.glob("tensors-*.safetensors") if p.stem[8:].isdigit()), default=0)
-    return int(commit["generation"]) if commit else 0
+        return
+    temporary = folder / f"{_PREVIOUS}.tmp"
+    shutil.copyfile(folder / _STATE, temporary)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / _PREVIOUS)
+
+
+def _tensors_of(path: Path) -> str:
+    try:
+        commit = _read_commit(path)
+    except RunFolderError:
+        return ""
+    return commit["tensors"] if commit else ""
+
+
+def _generation(folder: Path) -> int:
+    """The highest number in use, so that no file that something names is written over."""
+    return max((int(p.stem.partition("-")[2]) for p in folder.glob("tensors-*.safetensors") if p.stem[8:].isdigit()), default=0)
 
 
 def _disk_message(what: str, path: Path, error: Exception, kept: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hiresvis.device import AUTOCAST_DTYPES
+from hiresvis.train.state import pack_rng, unpack_rng
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -38,6 +39,14 @@ class StepOutcome:
     loss: float = 0.0
     non_finite: tuple[int, ...] = ()
     scale_lowered: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMark:
+    """The moment before a batch, as far as what changes in it is not kept anyway; see `TrainStep.mark`."""
+
+    rng: tuple[dict[str, Tensor], dict[str, Any]]
+    scaler: dict[str, Any]
 
 
 class TrainStep:
@@ -72,6 +81,7 @@ class TrainStep:
         self._losses: list[Tensor] = []  # per-sample losses of the batch so far, detached
         self._loss: Tensor | None = None  # their sum / batch_images
         self._statistics_before: list[Tensor] = []
+        self._optimizer_runs = False  # True for good where it broke off
 
     def accumulate(self, images: Tensor, targets: Tensor, *, batch_images: int) -> Tensor:
         """Adds one micro-batch's gradient.
@@ -119,7 +129,9 @@ class TrainStep:
         if applied and grads:
             if self.clip_grad is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters(), self.clip_grad, norm)
+            self._optimizer_runs = True
             self.scaler.step(self.optimizer)
+            self._optimizer_runs = False
         elif not applied:
             non_finite = tuple((~torch.isfinite(torch.cat(self._losses))).nonzero().flatten().tolist())
             self._put_statistics_back()
@@ -133,6 +145,28 @@ class TrainStep:
         """Forgets what was accumulated since the last step; the gradients' memory is given back."""
         self.optimizer.zero_grad(set_to_none=True)
         self._losses, self._loss, self._statistics_before = [], None, []
+
+    def mark(self) -> StepMark:
+        """What `take_back` needs to go back to this moment, which is before a batch's first micro-batch. Costs microseconds."""
+        assert not self._losses, "in the middle of a batch"
+        return StepMark(pack_rng(), dict(self.scaler.state_dict()))
+
+    def take_back(self, mark: StepMark) -> bool:
+        """Goes back to the mark after a batch broke off, at whatever operator: random state, batch statistics, loss scale, gradients.
+
+        Returns:
+            whether weights and optimizer are as they were. An optimizer that broke off may have changed some of them for good (fused
+            kernels leave no trace by which to tell); then only a snapshot brings the run back.
+        """
+        if self._statistics_before:
+            self._put_statistics_back()
+        self.discard()
+        unpack_rng(*mark.rng)
+        if self.scaler.is_enabled():  # a new one: the old remembers that gradients were unscaled
+            self.scaler = torch.amp.GradScaler(self.device.type)
+            self.scaler.load_state_dict(mark.scaler)
+        intact, self._optimizer_runs = not self._optimizer_runs, False
+        return intact
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:

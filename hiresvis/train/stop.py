@@ -1,4 +1,4 @@
-"""A polite stop: the first SIGINT or SIGTERM asks, the second one does not."""
+"""A polite stop: the first SIGINT, SIGTERM or SIGUSR1 asks, the second one does not."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from types import FrameType, TracebackType
 
 from hiresvis.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGUSR1 is what batch systems send some minutes before they kill (Slurm's --signal=USR1@300).
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is only noted, for long work to end at its next safe point.
+    """While entered, the first SIGINT, SIGTERM or SIGUSR1 is only noted, for long work to end at its next safe point.
 
-    The second signal of either kind meets the handlers that Python starts with, and stops at once: KeyboardInterrupt, or death by SIGTERM.
-    Handlers are as before on leaving. It can be entered again while entered, so that probing and training can share one. Outside
-    the main thread, where Python allows no handlers, only `request` sets it.
+    A SIGINT or SIGTERM after that meets the handlers that Python starts with, and stops at once: KeyboardInterrupt, or death by SIGTERM.
+    A SIGUSR1 only warns: after it the first of the others still asks. Handlers are as before on leaving. It can be entered again while
+    entered, so that probing and training can share one. Outside the main thread, where Python allows no handlers, only `request` sets it.
     """
 
     def __init__(self) -> None:
@@ -30,13 +31,13 @@ class StopRequest:
 
     @property
     def signal_name(self) -> str:
-        """SIGINT or SIGTERM; empty while nothing is requested."""
+        """SIGINT, SIGTERM or SIGUSR1; empty while nothing is requested."""
         return self._signal.name if self._signal else ""
 
     @property
     def exit_code(self) -> int:
-        """What the shell expects of a process ended by this signal: 130 or 143."""
-        return 128 + (self._signal or signal.SIGINT)
+        """What the shell expects of a process ended by this signal: 130, or 143, also for a warning that came before SIGTERM."""
+        return 128 + (signal.SIGINT if self._signal in (None, signal.SIGINT) else signal.SIGTERM)
 
     def request(self, signum: int = signal.SIGINT) -> None:
         """Asks for a stop, as the signal would."""
@@ -65,6 +66,10 @@ class StopRequest:
             self._before = {}
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if signum not in (signal.SIGINT, signal.SIGTERM):
+            if not self.requested:
+                self.request(signum)
+            return
         self.request(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

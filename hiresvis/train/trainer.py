@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hiresvis.device import is_out_of_memory, release
 from hiresvis.errors import EnvironmentFailed, Interrupted, TrainingFailed
 from hiresvis.run.events import (
     EpochDone,
@@ -28,16 +29,18 @@ from hiresvis.run.events import (
     StepDone,
 )
 from hiresvis.train.batches import fetch
-from hiresvis.train.evaluate import Evaluation, evaluation_steps
+from hiresvis.train.divergence import why_diverged
+from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.keeper import Keeper
 from hiresvis.train.metrics import is_better
 from hiresvis.train.optim import Schedule
 from hiresvis.train.progress import Progress, RunLimits
+from hiresvis.train.relief import Relief, evaluation_in_room, first_line
 from hiresvis.train.snapshot import Snapshot
 from hiresvis.train.step import StepOutcome, TrainStep
 from hiresvis.train.stop import StopRequest
 
-NON_FINITE_IN_A_ROW = 5  # skipped steps in a row after which going on only wastes time
+ROLLBACK_LR = 0.3  # of the learning rate, after each rollback
 _NAMES_SHOWN = 8
 
 
@@ -48,6 +51,21 @@ class _Batch:
     started: float
     waited: float = 0.0
     indices: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setback:
+    """Why the steps of an epoch broke off.
+
+    Attributes:
+        out_of_memory: what the error said; empty: training has diverged.
+        diverged: why, and what to do about it.
+        intact: weights and optimizer are as before the batch.
+    """
+
+    out_of_memory: str = ""
+    diverged: str = ""
+    intact: bool = True
 
 
 class Trainer:
@@ -64,6 +82,7 @@ class Trainer:
         metric: the one of `metrics.METRICS` that decides which epoch is best.
         run_dir: `weights/` and `snapshot/` are written there.
         stop: asked for a stop, by signals or by hand.
+        relief: makes room when memory runs out; None: the error ends the run.
         memory_bytes: peak memory in use so far.
         name_of: a training sample's index to its path, for messages. val_name_of: likewise for validation rows.
         predicted_peak_bytes: passed through to RunFinished.
@@ -87,6 +106,7 @@ class Trainer:
         metric: str,
         run_dir: Path,
         stop: StopRequest | None = None,
+        relief: Relief | None = None,
         memory_bytes: Callable[[], int] = lambda: 0,
         name_of: Callable[[int], str] = str,
         val_name_of: Callable[[int], str] = str,
@@ -101,6 +121,7 @@ class Trainer:
         self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
         self._keeper = Keeper(step, run_dir)
         self._stop = StopRequest() if stop is None else stop
+        self._relief = relief
         self._memory_bytes, self._name_of, self._val_name_of = memory_bytes, name_of, val_name_of
         self._predicted_peak_bytes, self._resume_command = predicted_peak_bytes, resume_command
         self._clock, self._wall_clock = clock, wall_clock
@@ -128,25 +149,31 @@ class Trainer:
 
         Raises:
             Interrupted: a stop was requested.
-            TrainingFailed: several steps in a row were non-finite.
+            TrainingFailed: several steps in a row were not finite, or the loss runs away, and the run has gone back often enough.
+            DoesNotFit: memory ran out, and no more room can be made.
         """
         with self._stop:
             self._started = self._last_save = self._last_count = self._clock()
             if self._snapshot is not None:
                 self._keeper.restore_rng(self._snapshot)
                 self._snapshot = None
+            else:
+                yield from self._save()  # to go back to, from the first step on
             yield from self._epochs()
 
     def _epochs(self) -> Iterator[Event]:
-        progress, limits = self.progress, self._limits
-        reason = "completed"
-        while progress.epoch <= limits.epochs:
-            if limits.early_stop is not None and progress.epochs_since_best >= limits.early_stop:
+        limits, reason = self._limits, "completed"
+        while self.progress.epoch <= limits.epochs:
+            if limits.early_stop is not None and self.progress.epochs_since_best >= limits.early_stop:
                 reason = "early_stop"
                 break
             if self._stop.requested:
                 yield from self._interrupt()
-            yield from self._train_epoch()
+            setback = yield from self._train_epoch()
+            if setback is not None:
+                yield from self._recover(setback)
+                continue
+            progress = self.progress
             complete = progress.step >= progress.num_steps
             yield from self._evaluate(complete)
             yield from self._tried(self._keeper.save_last, progress)
@@ -158,35 +185,100 @@ class Trainer:
                 break
         yield self._finished(reason)
 
-    def _train_epoch(self) -> Iterator[Event]:
-        """Steps until the epoch or the time is over."""
+    def _train_epoch(self) -> Generator[Event, None, _Setback | None]:
+        """Steps until the epoch or the time is over, or until a setback."""
         progress = self.progress
         yield EpochStarted(time=self._wall_clock(), epoch=progress.epoch, num_steps=progress.num_steps, first_step=progress.step + 1)
         if progress.step >= progress.num_steps:  # it was interrupted in evaluation
-            return
+            return None
         self._train_loader.set_epoch(progress.epoch, first_batch=progress.step)
         self._train_mode()
         with closing(self._accumulated_batches()) as batches:  # workers end with the loop, however it ends
-            yield from self._steps(batches)
+            setback = yield from self._steps(batches)
         complete = progress.step == progress.num_steps
-        assert complete or self._out_of_time(), f"the loader gave {progress.step} batches, where its length is {progress.num_steps}"
+        assert setback or complete or self._out_of_time(), (
+            f"the loader gave {progress.step} batches, where its length is {progress.num_steps}"
+        )
+        return setback
 
-    def _steps(self, batches: Iterable[_Batch]) -> Iterator[Event]:
+    def _steps(self, batches: Iterator[_Batch]) -> Generator[Event, None, _Setback | None]:
         progress = self.progress
-        for batch in batches:
-            lr = self._schedule.apply(self._step.optimizer, progress.global_step)
-            outcome = self._step.apply() if batch.indices else None  # all files of the batch were skipped
+        while True:
+            mark = self._step.mark()
+            try:
+                batch = next(batches)
+                lr = self._schedule.apply(self._step.optimizer, progress.global_step, progress.lr_scale)
+                outcome = self._step.apply() if batch.indices else None  # all files of the batch were skipped
+            except StopIteration:
+                return None
+            except (RuntimeError, MemoryError) as error:
+                if self._relief is None or not is_out_of_memory(error):
+                    raise
+                ran_out = first_line(error)
+            else:
+                ran_out = ""
+            if ran_out:  # the error is gone with its traceback, which held tensors
+                return _Setback(out_of_memory=ran_out, intact=self._step.take_back(mark))
             progress.step += 1
             yield self._step_done(batch, outcome, lr)
             yield from self._skipped_files()
             if outcome is not None and not outcome.applied:
-                yield from self._skipped_step(batch, outcome, lr)
+                yield from self._skipped_step(batch, outcome)
+            diverged = why_diverged(
+                progress.trend,
+                progress.non_finite_in_a_row,
+                place=f"epoch {progress.epoch}, step {progress.step}",
+                lr=lr,
+                precision=self._step.precision,
+            )
+            if diverged:
+                return _Setback(diverged=diverged)
             if self._stop.requested:
                 yield from self._interrupt()
             if progress.step < progress.num_steps and self._out_of_time():
-                return
+                return None
             if self._limits.save_every is not None and self._clock() - self._last_save >= self._limits.save_every:
                 yield from self._save()
+
+    def _recover(self, setback: _Setback) -> Iterator[Event]:
+        """Goes on after a setback: with more room, or from an earlier point.
+
+        Raises:
+            DoesNotFit: there is no more room to make.
+            TrainingFailed: training has diverged, and going back is not allowed any more.
+        """
+        progress = self.progress
+        if setback.out_of_memory:
+            assert self._relief is not None
+            where = f"epoch {progress.epoch}, step {progress.step + 1}"
+            yield from self._relief.training(where, setback.out_of_memory)
+            if not setback.intact:
+                yield self._notice("warning", "the optimizer broke off half way: going back to the last snapshot")
+                self._go_back(self._keeper.load_sound())
+            return
+        snapshot = self._keeper.load_sound() if progress.num_rollbacks < self._limits.rollbacks else None
+        if snapshot is None:
+            raise TrainingFailed(setback.diverged)
+        self._go_back(snapshot)
+        after = self.progress
+        after.lr_scale, after.num_rollbacks = progress.lr_scale * ROLLBACK_LR, progress.num_rollbacks + 1
+        text = f"{setback.diverged} Going back to epoch {after.epoch}, step {after.step}, with {after.lr_scale:.2g} of the learning rate "
+        yield self._notice("warning", f"{text}(rollback {after.num_rollbacks} of {self._limits.rollbacks} at most)")
+        yield from self._save()  # killed now, the run goes on with the lower rate
+
+    def _go_back(self, snapshot: Snapshot | None) -> None:
+        """The run as the snapshot has it; time and memory go on.
+
+        Raises:
+            TrainingFailed: there is none.
+        """
+        if snapshot is None:
+            raise TrainingFailed("There is no snapshot to go back to: none could be written (the errors above say why).")
+        seconds = self.progress.total_seconds
+        self.progress = self._keeper.restore(snapshot, metric=self.progress.metric, num_steps=self.progress.num_steps)
+        self.progress.total_seconds = seconds
+        self._keeper.restore_rng(snapshot)
+        self._saved_at = (self.progress.epoch, self.progress.step)
 
     def _accumulated_batches(self) -> Generator[_Batch, None, None]:
         batch = _Batch(started=self._clock())
@@ -215,6 +307,7 @@ class Trainer:
             progress.loss_sum += outcome.loss * num_images
             progress.loss_images += num_images
             progress.non_finite_in_a_row = 0
+            progress.trend.add(outcome.loss)
         elif outcome is not None and not outcome.scale_lowered:
             progress.num_non_finite += 1
             progress.non_finite_in_a_row += 1
@@ -239,14 +332,9 @@ class Trainer:
             self._num_skipped_told += 1
             yield self._notice("warning", f"skipped {path}: {reason}")
 
-    def _skipped_step(self, batch: _Batch, outcome: StepOutcome, lr: float) -> Iterator[Notice]:
-        """Names the samples of a step that was not taken.
-
-        Raises:
-            TrainingFailed: it is one too many in a row.
-        """
-        progress = self.progress
-        place = f"epoch {progress.epoch}, step {progress.step}"
+    def _skipped_step(self, batch: _Batch, outcome: StepOutcome) -> Iterator[Notice]:
+        """Names the samples of a step that was not taken."""
+        place = f"epoch {self.progress.epoch}, step {self.progress.step}"
         if outcome.scale_lowered:
             yield self._notice("info", f"{place}: fp16 gradients overflowed; the step was skipped and the loss scale lowered")
             return
@@ -257,26 +345,22 @@ class Trainer:
         names = [self._name_of(index) for index in indices[:_NAMES_SHOWN]]
         more = f" and {len(indices) - _NAMES_SHOWN} more" if len(indices) > _NAMES_SHOWN else ""
         yield self._notice("warning", f"{place}: {what}; the step was skipped. Samples: {', '.join(names)}{more}")
-        if progress.non_finite_in_a_row >= NON_FINITE_IN_A_ROW:
-            precision = self._step.precision
-            other = "" if precision == "fp32" else f", memory.precision=fp32 (it is {precision})"
-            raise TrainingFailed(
-                f"{progress.non_finite_in_a_row} optimizer steps in a row were not finite, the last in {place}, at learning rate {lr:.3g}. "
-                f"Try optim.lr={lr / 10:.1g}{other}, or look at the samples named above. "
-                "None of them was applied: the last snapshot, where there is one, can be resumed."
-            )
 
     def _evaluate(self, complete: bool) -> Iterator[Event]:
         """Evaluates, keeps the weights when they are the best. An epoch cut short does not count against early stopping."""
         progress = self.progress
-        steps = evaluation_steps(self._step, self._val_loader, name_of=self._val_name_of)
+        steps = evaluation_in_room(self._step, self._val_loader, self._relief, name_of=self._val_name_of)
         evaluation: Evaluation | None = None
         while evaluation is None:
             try:
-                done, num_steps = next(steps)
+                told = next(steps)
             except StopIteration as stopped:
                 evaluation = stopped.value
                 break
+            if isinstance(told, Event):
+                yield told
+                continue
+            done, num_steps = told
             yield EvaluationStep(time=self._wall_clock(), epoch=progress.epoch, step=done, num_steps=num_steps)
             if self._stop.requested:
                 steps.close()
@@ -308,7 +392,7 @@ class Trainer:
 
     def _close_epoch(self) -> EpochDone:
         progress = self.progress
-        lr = self._schedule.at(progress.global_step - 1)
+        lr = self._schedule.at(progress.global_step - 1) * progress.lr_scale
         done = EpochDone(
             time=self._wall_clock(),
             epoch=progress.epoch,
@@ -333,11 +417,21 @@ class Trainer:
             yield SnapshotSaved(time=self._wall_clock(), epoch=progress.epoch, step=progress.step, path=str(self._keeper.snapshot_dir))
 
     def _tried(self, save: Callable[..., None], *args: Any) -> Iterator[Notice]:
-        """A notice when saving fails."""
-        try:
-            save(*args)
-        except EnvironmentFailed as error:
-            yield self._notice("error", str(error))
+        """A notice when saving fails. Memory that runs out is given back first, and saving tried once more."""
+        for again in (True, False):
+            try:
+                save(*args)
+                return
+            except EnvironmentFailed as error:
+                yield self._notice("error", str(error))
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                ran_out = first_line(error)
+            if again:
+                release()
+        yield self._notice("error", f"not saved: memory ran out ({ran_out}); what was saved before is whole")
 
     def _interrupt(self) -> Iterator[Event]:
         """Saves and leaves.

@@ -47,7 +47,9 @@ GOOD = [
     ("log.ui", "off", "off"),
     ("log.to", "[jsonl, csv]", ("jsonl", "csv")),
     ("memory.on_oom", "stop", "stop"),
+    ("memory.on_oom", "replan", "replan"),
     ("train.on_divergence", "stop", "stop"),
+    ("train.on_divergence", "rollback", "rollback"),
 ]
 
 BAD = [
@@ -102,8 +104,8 @@ BAD = [
     ("optim.clip_grad", "nan", "nan is not finite; give null or a number above 0"),
     ("optim.clip_grad", "'inf'", "inf is not finite; give null or a number above 0"),
     ("optim.weight_decay", "1_000", "1_000 is text, not a number; write it without _"),
-    ("memory.on_oom", "replan", "replan is not there yet; today: stop"),
-    ("train.on_divergence", "rollback", "rollback is not there yet; today: stop"),
+    ("memory.on_oom", "retry", "retry is none of replan, stop"),
+    ("train.on_divergence", "skip", "skip is none of rollback, stop"),
     ("optim.lr", "true", "true is true/false; give auto or a number above 0"),
     ("optim.layer_decay", "1.5", "1.5 is above 1"),
     ("optim.warmup", "120%", "120% is not below 100%"),
@@ -175,8 +177,8 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
         ("model.image_size", "[1]"),
         ("log.to", "[wandb]"),
         ("log.to", "[csv]"),
-        ("memory.on_oom", "replan"),
-        ("train.on_divergence", "rollback"),
+        ("memory.on_oom", "retry"),
+        ("train.on_divergence", "skip"),
         ("lr", "1"),
     ],
 )
@@ -209,11 +211,11 @@ data: {train: d, val: 0.15, test: null, image: path, label: label, split: null, 
   augment: standard, workers: auto, cache: auto}
 model: {name: m, pretrained: true, init_from: null, image_size: 1024, adapt: full, freeze: none, norm: auto, drop_path: auto}
 memory: {budget: auto, micro_batch: auto, spacing: auto, goal: largest, exact: close, precision: auto, channels_last: auto,
-  compile: false, on_oom: stop}
+  compile: false, on_oom: replan}
 optim: {name: adamw, lr: auto, weight_decay: 0.05, layer_decay: auto, schedule: cosine, warmup: 5%, clip_grad: 1.0, loss: auto,
   label_smoothing: 0.0, mixup: 0.0, cutmix: 0.0}
 train: {epochs: 20, batch: 16, seed: 0, deterministic: false, ema: auto, early_stop: {patience: 5}, metric: auto, resize: null,
-  max_time: null, on_divergence: stop, keep: {best: 1, last: 1}, save_every: 10min, strategy: auto}
+  max_time: null, on_divergence: rollback, keep: {best: 1, last: 1}, save_every: 10min, strategy: auto}
 log: {dir: "runs/{name}", ui: auto, to: [csv, jsonl], report: true}
 """
     assert Recipe.model_validate(yaml.safe_load(documented)) == Recipe.model_validate(MINIMAL)

@@ -56,12 +56,50 @@ def test_no_snapshot_is_none(tmp_path):
     assert load_snapshot(tmp_path) is None
 
 
-def test_only_the_newest_snapshot_takes_room(tmp_path):
-    """Each save leaves one state file and one tensor file."""
-    for n in range(3):
+def test_only_the_newest_two_snapshots_take_room(tmp_path):
+    """Each save leaves its own files and those of the one before."""
+    for n in range(4):
         save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n})
-    assert _value(tmp_path) == (2.0, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "tensors-3.safetensors"]
+    assert _value(tmp_path) == (3.0, 3)
+    kept = ["previous.json", "state.json", "tensors-3.safetensors", "tensors-4.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors-2.safetensors"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "a bit"])
+def test_damaged_snapshot_gives_way_to_the_one_before_and_says_so(tmp_path, name, damage):
+    """Whichever file of the newest is damaged, however: the one before it loads, with the reason; never the damaged values."""
+    for n in (1, 2):
+        save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n, "long": ["x"] * 100})
+    path = tmp_path / name
+    content = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(content) // 2
+        content[middle] ^= 16
+        path.write_bytes({"empty": b"", "cut": content[:middle], "a bit": content}[damage])
+    snapshot = load_snapshot(tmp_path)
+    assert (snapshot.state["n"], snapshot.tensors["model/a"][0, 0]) == (1, 1.0)
+    assert (damage == "gone" and name == "state.json") or name in snapshot.note
+
+
+def test_both_snapshots_damaged_is_an_error_that_names_the_newest(tmp_path):
+    """There is nothing to fall back on, and nothing made up."""
+    for n in (1, 2):
+        save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n})
+    for path in tmp_path.glob("tensors-*"):
+        path.write_bytes(b"other bytes")
+    with pytest.raises(RunFolderError, match=r"tensors-2\.safetensors: 11 bytes, where .*state\.json recorded"):
+        load_snapshot(tmp_path)
+
+
+def test_snapshot_that_is_not_accepted_gives_way_to_the_one_before(tmp_path):
+    """What is asked of a state decides between the two; where neither will do there is none."""
+    for n in (1, 2):
+        save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n})
+    assert load_snapshot(tmp_path, accept=lambda state: state["n"] < 2).state["n"] == 1
+    assert load_snapshot(tmp_path, accept=lambda state: state["n"] > 2) is None
 
 
 def _crash_states(tmp_path):
@@ -88,7 +126,7 @@ def test_crash_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path):
         assert _value(folder) == {"old": (1.0, 1), "new": (2.0, 2)}[expected], files.keys()
         save_snapshot(folder, tensors=_tensors(3), state={"n": 3})
         assert _value(folder) == (3.0, 3)
-        assert len(list(folder.iterdir())) == 2, sorted(folder.iterdir())
+        assert len(list(folder.iterdir())) == 4, sorted(folder.iterdir())
 
 
 def test_crash_during_the_very_first_save_is_no_snapshot(tmp_path):
