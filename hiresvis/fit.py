@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import random
 import shlex
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -214,6 +216,8 @@ class _Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(recipe.train.seed)
+        np.random.seed(recipe.train.seed)  # nothing of ours draws from these two, but what an augmentation does is its own matter
+        random.seed(recipe.train.seed)
         self.resolution.set("train.strategy", "single", "started as one process")
         if recipe.train.ema == "auto":
             self.resolution.set("train.ema", False, "this release keeps no average")

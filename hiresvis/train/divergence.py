@@ -14,8 +14,9 @@ _FAR_ABOVE_LOWEST, _FAR_ABOVE_FIRST = 3.0, 1.5
 class LossTrend:
     """A moving average of the loss, and whether it runs away.
 
-    It does when the average is three times its lowest value and one and a half times the highest of its first steps: a loss that merely wavers near
-    zero, or has not fallen yet, does neither. Unsound is half of that, so that no snapshot of a run on its way up is gone back to.
+    It does when the average is three times its lowest value and one and a half times the highest of its first steps: a loss that merely
+    wavers near zero, or has not fallen yet, does neither. Unsound is half of that, so that no snapshot of a run on its way up is gone
+    back to.
 
     Attributes:
         num_steps: applied steps so far.

@@ -1,0 +1,281 @@
+"""Kill, stop and starve a run at random moments, resume it each time, and hold its end against one left in peace.
+
+python tools/torture.py --count 200                  # kill -9
+python tools/torture.py --count 50 --how term        # SIGTERM, as a batch system sends it
+python tools/torture.py --count 50 --how full        # no file may grow beyond some random size for a while, as on a full disk
+
+A real run of the command's own code (drawn images, a small timm network with batch statistics, dropout and drop-path, snapshots as often
+as they can be written) is forked off, hit at a random moment of training, writing or evaluating, looked at from outside, and resumed,
+until it ends; then another one begins, until there were `--count` hits. Counted are the faults, any of which ends with exit code 1:
+
+    lost      there was a snapshot, and afterwards there is none that loads
+    back      the snapshot that loads is older than one that was reported as saved
+    failed    a run ended by itself as it should not
+    other     a finished run's weights, optimizer or random state are not, bit for bit, those of the run left in peace
+
+With --how full the best weights are not compared: weights that could not be written are never called best, by design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
+import random
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import albumentations  # noqa: F401 - before the forks, once
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hiresvis.errors import HiresvisError
+from hiresvis.fit import fit
+from hiresvis.recipe import load_recipe
+from hiresvis.train.snapshot import load_snapshot
+
+FAULTS = ("lost", "back", "failed", "other")
+RECIPE = """\
+task: classify
+data: {train: data/train, val: data/val, augment: light, workers: 0}
+model: {name: test_resnet, pretrained: false, image_size: 64, norm: batch, drop_path: 0.2}
+memory: {budget: 2GiB}
+train: {epochs: 3, batch: 4, eval_batch: 2, save_every: 0.01s, metric: accuracy}
+log: {report: false}
+"""
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+LONGEST_WAIT_S = 1.5  # after the first step; a run left in peace trains for some seconds
+LIMIT_S = 120.0
+ENDED_WELL, STOPPED, NO_DISK = 0, 143, 6
+
+
+def draw(folder: Path) -> None:
+    """Noise of two colours, in class folders."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 10), ("val", 4)):
+        for channel, name in enumerate(("red", "green")):
+            (folder / "data" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 200, (72, 72, 3), dtype=np.uint8)
+                pixels[..., channel] += 40
+                Image.fromarray(pixels).save(folder / "data" / split / name / f"{number}.png")
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+
+
+@dataclass
+class Attempt:
+    """One process of a run, forked off so that it need not import anything; its events come through a pipe, one line each."""
+
+    recipe: Path
+    run: Path
+    pid: int = 0
+    lines: int = 0
+    last_kind: str = ""
+    saved: tuple[int, int] = (0, 0)
+    rest: bytes = b""
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(reading)
+            os._exit(self._train(writing))
+        os.close(writing)
+        self.lines = reading
+        os.set_blocking(reading, False)
+
+    def _train(self, writing: int) -> int:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        log = os.open(self.run.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 2)
+        try:
+            for event in fit(load_recipe(self.recipe, [f"log.dir={self.run}"]), resume=(self.run / "recipe.yaml").is_file()):
+                told = {"kind": event.kind, "at": [getattr(event, "epoch", 0), getattr(event, "step", 0)]}
+                os.write(writing, json.dumps(told).encode() + b"\n")
+        except HiresvisError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        return ENDED_WELL
+
+    def watch(self, until: float) -> bool:
+        """Reads events until then; whether the process still runs."""
+        while (left := until - time.monotonic()) > 0:
+            ready, _, _ = select.select([self.lines], [], [], left)
+            if not ready:
+                return True
+            if not self._read():
+                return False
+        return True
+
+    def watch_for(self, kind: str) -> bool:
+        """Reads events until one of that kind; whether it came."""
+        while self.last_kind != kind and time.monotonic() - self.started < LIMIT_S:
+            select.select([self.lines], [], [], LIMIT_S)
+            if not self._read(kind):
+                return False
+        return self.last_kind == kind
+
+    def _read(self, until: str = "") -> bool:
+        if b"\n" not in self.rest:
+            got = os.read(self.lines, 65536)
+            if not got:
+                return False
+            self.rest += got
+        while b"\n" in self.rest:
+            line, _, self.rest = self.rest.partition(b"\n")
+            told = json.loads(line)
+            self.last_kind = told["kind"]
+            if self.last_kind == "snapshot_saved":
+                self.saved = (told["at"][0], told["at"][1])
+            if self.last_kind == until:
+                break
+        return True
+
+    def end(self) -> int:
+        """The exit code, negative for a signal."""
+        while self._alive():
+            if time.monotonic() - self.started > LIMIT_S:
+                os.kill(self.pid, signal.SIGKILL)
+            self.watch(time.monotonic() + 0.2)
+        os.set_blocking(self.lines, True)
+        while self._read():
+            pass
+        os.close(self.lines)
+        return self.code
+
+    def _alive(self) -> bool:
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if done:
+            self.code = os.waitstatus_to_exitcode(status)
+        return not done
+
+
+def torture(folder: Path, count: int, how: str, seed: int) -> tuple[Counter[str], Counter[str]]:
+    """(faults, what else there was to count)."""
+    draw(folder)
+    rng = random.Random(seed)
+    peace = folder / "peace"
+    assert Attempt(folder / "recipe.yaml", peace).end() == ENDED_WELL, peace.with_suffix(".log").read_text()
+    faults: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    while counts["hits"] < count and not faults:
+        run = folder / f"run{counts['runs']}"
+        counts["runs"] += 1
+        faults += one_run(folder / "recipe.yaml", run, how, rng, counts, count)
+        if not faults and not same(run, peace, best=how != "full"):
+            faults["other"] += 1
+            print(f"{run} differs from {peace}", file=sys.stderr)
+    return faults, counts
+
+
+def one_run(recipe: Path, run: Path, how: str, rng: random.Random, counts: Counter[str], count: int) -> Counter[str]:
+    """Hits one run until it ends by itself, or the hits are used up."""
+    newest = (0, 0)
+    while True:
+        attempt = Attempt(recipe, run)
+        hit = counts["hits"] < count and attempt.watch_for("step_done") and attempt.watch(time.monotonic() + rng.uniform(0, LONGEST_WAIT_S))
+        if hit:
+            counts["hits"] += 1
+            counts[f"after {attempt.last_kind}"] += 1
+            if how == "full":
+                starve(attempt, rng)
+            else:
+                os.kill(attempt.pid, SIGNALS[how])
+        code = attempt.end()
+        newest = max(newest, attempt.saved)
+        fault = look(run, newest)
+        if fault:
+            print(f"{run}: {fault}, after {attempt.last_kind}; saved was {newest}", file=sys.stderr)
+            return Counter([fault])
+        if code == ENDED_WELL and (how != "full" or not hit):
+            return Counter()
+        expected = {"kill": {-signal.SIGKILL}, "term": {STOPPED, -signal.SIGTERM}, "full": {ENDED_WELL, NO_DISK}}[how] if hit else set()
+        if code not in expected:
+            print(f"{run}: exit code {code}: {run.with_suffix('.log').read_text()[-400:]}", file=sys.stderr)
+            return Counter(["failed"])
+
+
+def starve(attempt: Attempt, rng: random.Random) -> None:
+    """For a while no file may grow beyond some size: of a line, of a part of the weights, of a part of a snapshot."""
+    limit = int(10 ** rng.uniform(1, 7))
+    _, hard = resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE, (limit, hard))
+    attempt.watch(time.monotonic() + rng.uniform(0, LONGEST_WAIT_S))
+    try:
+        resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    except ProcessLookupError:
+        return
+
+
+def look(run: Path, newest: tuple[int, int]) -> str:
+    """What is wrong with the run folder from outside; empty where nothing is."""
+    try:
+        snapshot = load_snapshot(run / "snapshot")
+    except HiresvisError as error:
+        print(error, file=sys.stderr)
+        return "lost"
+    if snapshot is None:
+        return "lost" if newest > (0, 0) else ""
+    progress = snapshot.state["progress"]
+    return "back" if (progress["epoch"], progress["step"]) < newest else ""
+
+
+def same(run: Path, other: Path, *, best: bool) -> bool:
+    """Whether both ended with the same weights, optimizer and random state."""
+    ours, theirs = load_snapshot(run / "snapshot"), load_snapshot(other / "snapshot")
+    assert ours is not None
+    assert theirs is not None
+    if any(ours.state[part] != theirs.state[part] for part in ("optimizer", "scaler", "rng")):
+        return False
+    names = ("best", "last") if best else ("last",)
+    files = [[load_file(folder / "weights" / f"{name}.safetensors") for name in names] for folder in (run, other)]
+    pairs = zip([ours.tensors, *files[0]], [theirs.tensors, *files[1]], strict=True)
+    return all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="hits in all")
+    parser.add_argument("--how", choices=("kill", "term", "full"), default="kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a new folder for the runs, which stay there")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # bits depend on the number of threads; and this process only forks
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork", category=DeprecationWarning)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        os.environ["HIRESVIS_CACHE"] = str(folder / "cache")
+        faults, counts = torture(folder, options.count, options.how, options.seed)
+    where = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()) if kind.startswith("after"))
+    seconds = time.monotonic() - started
+    print(
+        f"{options.how}: {counts['hits']} hits in {counts['runs']} runs, {seconds:.0f} s ({where}); "
+        + ", ".join(f"{faults[kind]} {kind}" for kind in FAULTS)
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
