@@ -3,8 +3,10 @@
 The predicted plan is tried with real steps: a first one that brings the optimizer's state into being, a second one with
 it, over two micro-batches where the batch is accumulated, and an evaluation step. Only a size that ran within the budget
 is returned. One that did not, or that ran out of memory, corrects the prediction by what was measured above it, and the
-search runs again; at most `MAX_PROBES` sizes run. Where training fits and evaluation does not, the evaluation batch is
-halved and the plan stays. Afterwards weights, buffers, optimizer, gradients, module modes and random state are as they were.
+search runs again; at most `MAX_PROBES` sizes run. One that used less than was left for it lessens the reserve, and where
+a larger one has room then, that is tried; the last that ran within the budget is returned. Where training fits and
+evaluation does not, the evaluation batch is halved and the plan stays. Afterwards weights, buffers, optimizer, gradients,
+module modes and random state are as they were.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from hiresvis.units import format_size
 MAX_PROBES = 3
 MOST_IMAGES = 1024  # a micro-batch above this gains nothing
 _SAFETY = 1.02  # what a probe measured above the prediction is expected again, and a little more
+_RESERVE_STEPS = 128  # of the budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +151,18 @@ class Finder:
                 rows = measured_rows(rows, planner, candidate, measured)
                 yield from rows
                 self.found = Found(plan=plan, measured=measured, ladder=rows)
-                yield plan_chosen(plan, measured.peak_bytes)
-                return
+                less = self._lessened(plan, measured, reserve)
+                if attempt == MAX_PROBES or not (larger := self._larger(plan, less)):
+                    break
+                reserve, saved = less, format_size(plan.predicted_peak_bytes - measured.peak_bytes)
+                text = f"micro-batch {plan.micro_batch} used {saved} less than was left for it: {larger} may fit, and is tried"
+                yield Notice(level="info", text=text)
+                continue
+            if self.found is not None:
+                text = f"micro-batch {plan.micro_batch} {measured.what_happened()}: {self.found.plan.micro_batch} it is"
+                yield Notice(level="info", text=text)
+                yield from self.found.ladder
+                break
             reserve = self._corrected(plan, measured, reserve)
             yield Notice(
                 level="warning",
@@ -157,6 +170,9 @@ class Finder:
                 f"the budget is {format_size(self.budget.total_bytes)}. Planning again with {format_size(reserve)} in reserve "
                 f"(size {attempt} of {MAX_PROBES} at most).",
             )
+        if self.found is not None:
+            yield plan_chosen(self.found.plan, self.found.measured.peak_bytes)
+            return
         assert measured is not None
         raise DoesNotFit(
             f"No plan ran within the budget of {format_size(self.budget.total_bytes)}: {MAX_PROBES} sizes were tried, the last one, "
@@ -266,6 +282,28 @@ class Finder:
         if not measured.out_of_memory:
             found = max(found, int((measured.peak_bytes - need) * _SAFETY) + self.budget.reserve_bytes // 4)
         return found
+
+    def _lessened(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int) -> int:
+        """The reserve by what the probe measured, where that is less; in steps, so that the same machine finds the same batch again."""
+        step = self.budget.total_bytes // _RESERVE_STEPS
+        beyond = max(0, measured.peak_bytes - (plan.predicted_peak_bytes - reserve))
+        found = int(beyond * _SAFETY) + self.budget.reserve_bytes // 4
+        return min(reserve, -(-found // step) * step)
+
+    def _larger(self, plan: CheckpointPlan, reserve: int) -> int:
+        """The micro-batch that this reserve leaves room for; 0: none above the plan's, or none is wanted."""
+        wanted = self.limits.batch or MOST_IMAGES
+        if self.limits.micro_batch is not None or self.limits.goal != "largest" or plan.micro_batch >= wanted:
+            return 0
+        planner = self.planner(self.limits, reserve)
+        candidate = planner.choose()
+        if isinstance(candidate, NoPlan) or candidate.micro_batch <= plan.micro_batch:
+            return 0
+        try:
+            self.check(planner.plan(candidate, ""))
+        except DoesNotFit:
+            return 0
+        return candidate.micro_batch
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
         """Run the plan for two training steps and, where they fit, one evaluation step; leaves no trace.
