@@ -15,7 +15,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from hiresvis.data import decode as decode_module
+from hiresvis.data import photos as photos_module
 from hiresvis.data.decode import decode, probe
 from hiresvis.errors import DataError
 
@@ -83,7 +83,7 @@ class TestDamage:
         path = tmp_path / "x.jpg"
         Image.fromarray(picture(208, 304)).save(path, quality=95, subsampling=0)
         first, first_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(104, 152))
-        monkeypatch.setattr(decode_module, "simplejpeg", None)
+        monkeypatch.setattr(photos_module, "simplejpeg", None)
         second, second_draft = decode(path, max_pixels=LIMIT), decode(path, max_pixels=LIMIT, draft_px=(104, 152))
         assert np.abs(first.astype(int) - second).max() <= 3
         assert first_draft.shape == second_draft.shape == (104, 152, 3)
