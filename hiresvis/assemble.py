@@ -15,7 +15,7 @@ from torch import nn
 from hiresvis.backbone.build import Backbone, build_backbone
 from hiresvis.data.check import DataReport, check_datasets
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
-from hiresvis.data.decode import decode
+from hiresvis.data.loader import load_sample
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
@@ -72,6 +72,7 @@ def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int,
         std=std,
         interpolation=backbone.interpolation if backbone.interpolation in ("bilinear", "bicubic") else "bilinear",
         max_pixels=data.max_pixels,
+        overlap=data.overlap,
     )
 
 
@@ -150,7 +151,7 @@ def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tup
     """
     for sample in datasets.train.samples:
         try:
-            array = pipeline(decode(sample.path, max_pixels=contract.max_pixels, background=contract.background), 0)
+            array = load_sample(sample, pipeline, max_pixels=contract.max_pixels, seed=0)
         except DataError:
             continue
         return array.shape, torch.from_numpy(array).dtype

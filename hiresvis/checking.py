@@ -74,7 +74,8 @@ def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
     if datasets is None:
         return CheckReport(found.problems, drawn, {}, found.exit_code)
     # Of the pixels alone: any interpolation will do.
-    preprocess = Preprocess(loaded.recipe.model.image_size, data.fit, data.background, channels, scale) if pixels else None
+    size = loaded.recipe.model.image_size
+    preprocess = Preprocess(size, data.fit, data.background, channels, scale, overlap=data.overlap) if pixels else None
     report = assemble.check_data(loaded, datasets, preprocess, fast=fast)
     # That nothing could be read is said by the files' own errors, where there are any.
     found.add(DataError, [problem for problem in unmeasured.problems if problem.key or not report.errors])

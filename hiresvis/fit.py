@@ -439,8 +439,8 @@ class _Run:
             stop=self.stop,
             relief=relief,
             memory_bytes=meter.peak_bytes,
-            name_of=lambda index: str(samples.train.samples[index].path),
-            val_name_of=lambda index: str(samples.val.samples[index].path),
+            name_of=lambda index: samples.train.samples[index].title,
+            val_name_of=lambda index: samples.val.samples[index].title,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             resume_command=self._command("fit", "--resume"),
         )
@@ -538,7 +538,7 @@ class _Run:
     ) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""
         loader = self._eval_loader(samples, parts, relief.plan, settled)
-        steps = evaluation_in_room(step, loader, relief, name_of=lambda index: str(samples[index].path))
+        steps = evaluation_in_room(step, loader, relief, name_of=lambda index: samples[index].title)
         try:
             while True:
                 try:

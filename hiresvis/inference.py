@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
 from hiresvis import assemble
-from hiresvis.data.contract import Contract, load_image
-from hiresvis.data.decode import probe
+from hiresvis.data.contract import Contract, examine, read_through
+from hiresvis.data.decode import open_image
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
-from hiresvis.errors import DataError, RunFolderError
+from hiresvis.errors import DataError, Problem, RunFolderError
 from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
 from hiresvis.run import RunDirectory
 from hiresvis.train.evaluate import evaluate as evaluate_split
+from hiresvis.train.joining import WindowJoin
 from hiresvis.train.step import TrainStep
 
 
@@ -62,7 +63,14 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
     contract = trained.contract
     if data is not None:
         columns = trained.loaded.recipe.data
-        found = load_dataset(data, classes=contract.classes, image_column=columns.image, label_column=columns.label, unseen=columns.unseen)
+        found = load_dataset(
+            data,
+            classes=contract.classes,
+            image_column=columns.image,
+            label_column=columns.label,
+            region_columns=columns.region,
+            unseen=columns.unseen,
+        )
         splits = {"data": found}
     else:
         own = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
@@ -70,7 +78,7 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, split in splits.items():
         loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
-        found_split = evaluate_split(trained.step, loader, name_of=[str(sample.path) for sample in split.samples].__getitem__)
+        found_split = evaluate_split(trained.step, loader, name_of=[sample.title for sample in split.samples].__getitem__)
         results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
     return results
 
@@ -97,12 +105,13 @@ def _look_at_headers(samples: Sequence[Sample], contract: Contract) -> None:
     Raises:
         DataError: all that is wrong with them.
     """
-    preprocess, problems = contract.preprocess(), []
+    preprocess, problems = contract.preprocess(), list[Problem]()
     for sample in samples:
         try:
-            preprocess.check_channels(probe(sample.path, contract.max_pixels).channels)
+            with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
+                examine(image, preprocess, sample.path)
         except DataError as error:
-            problems += [replace(problem, place=str(sample.path)) for problem in error.problems]
+            problems += error.problems
     if problems:
         raise DataError(problems)
 
@@ -123,7 +132,8 @@ def _num_readable(samples: Sequence[Sample], contract: Contract) -> int:
     """How many images can be decoded before the first that cannot."""
     for position, sample in enumerate(samples):
         try:
-            load_image(sample.path, contract.preprocess(), max_pixels=contract.max_pixels)
+            with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
+                read_through(image, contract.preprocess(), sample.path)
         except DataError:
             return position
     return len(samples)
@@ -133,12 +143,13 @@ def _rows(trained: _Trained, samples: Sequence[Sample]) -> Iterator[dict[str, An
     contract = trained.contract
     loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
     trained.step.model.eval()
+    join = WindowJoin()
     for item in loader:
-        scores = trained.step.predict(item.images).softmax(dim=1).cpu()
-        for index, row in zip(item.indices, scores.tolist(), strict=True):
+        indices, logits, _ = join.add(item, trained.step.predict(item.images).cpu())
+        for index, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
             best = max(range(len(row)), key=row.__getitem__)
             yield {
-                "path": str(samples[index].path),
+                "path": samples[index].title,
                 "label": contract.classes[best],
                 "score": row[best],
                 "scores": dict(zip(contract.classes, row, strict=True)),

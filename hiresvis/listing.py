@@ -25,6 +25,7 @@ def read_datasets(loaded: LoadedRecipe, resolution: Resolution) -> Datasets:
         label_column=data.label,
         split_column=data.split,
         group_column=data.group,
+        region_columns=data.region,
         classes=None if data.classes == "auto" else data.classes,
         seed=loaded.recipe.train.seed,
         unseen=data.unseen,

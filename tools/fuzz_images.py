@@ -1,16 +1,17 @@
 """Damage image files in many ways and count what the package makes of them; a fault ends with exit code 1.
 
 python tools/fuzz_images.py --count 2000
+python tools/fuzz_images.py --count 300 --only avif,heic,jp2     # originals with one of these in their names
 python tools/fuzz_images.py --case 117 --keep /tmp/damaged    # one file again, kept for a look
 
 Real encoders make the originals in every format that is read. Case N of a seed damages one of them (see `damage`), and a child process
-does what training does: header, then pixels, under a limit of memory and of time. Counted are:
+does what training does: header, then pixels (all, reduced, or a region), under a limit of memory and of time. Counted are:
 
     right      the pixels of the undamaged file
     refused    a DataError with the path
     other      other pixels of the stated size, none of them suspicious: damage that nothing in the file shows
-    unseen     an image that is blank or ends blank because pixels without a checksum were overwritten in place (BMP, JPEG, WebP, TIFF),
-               or because fax codes were damaged, which every decoder at hand forgives
+    unseen     an image that is blank or ends blank because pixels without a checksum were overwritten in place (BMP, JPEG, WebP, TIFF,
+               JPEG 2000, AVIF, HEIC), or because fax codes were damaged, which every decoder at hand forgives
 
 and the faults: crash, hang, memory (above what max_pixels allows, or MemoryError), exception (any but DataError, or one without the
 path), noise (output past Python, or a warning), untrue (probe and decode disagree), blank (an image that is one colour, or whose upper or
@@ -40,6 +41,7 @@ from typing import Any
 
 import imagecodecs
 import numpy as np
+import pillow_heif
 import tifffile
 from PIL import Image
 
@@ -47,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hiresvis.data.decode import decode, probe
 from hiresvis.data.folders import IMAGE_EXTENSIONS
+from hiresvis.data.regions import Region
 from hiresvis.errors import DataError
 
 FAULTS = ("crash", "hang", "memory", "exception", "noise", "untrue", "blank")
@@ -55,6 +58,8 @@ MAX_PIXELS = 1_000_000
 MEMORY_BYTES = 48 * MAX_PIXELS  # what an image within MAX_PIXELS may take: four 16-bit samples, stored, blended, turned, and room
 ADDRESS_BYTES = 2**29  # beyond it an allocation fails, so that a lie about a size costs the machine nothing
 SECONDS = 10.0
+DRAFT = (HEIGHT // 4, WIDTH // 4)
+REGION = Region(17, 30, 70, 75)  # within the picture, turned or not, across the borders of tiles
 BLANK_SHARE = 0.1  # of the rows
 FAX = "group4.tif"
 
@@ -68,6 +73,7 @@ class Case:
     suffix: str
     data: bytes
     draft: tuple[int, int] | None
+    region: Region | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,15 @@ def originals() -> dict[str, bytes]:
         "bigtiff.tif": _tiff(rgb, bigtiff=True),
         "cmyk.tif": _saved(image.convert("CMYK"), "TIFF"),
         "palette.tif": _saved(palette, "TIFF"),
+        "tiled-lzw.svs": _svs(rgb, compression="lzw"),
+        "tiled-jpeg.svs": _svs(rgb, compression="jpeg"),
+        "rgb.jp2": _saved(image, "JPEG2000"),
+        "lossy.jp2": _saved(rgba, "JPEG2000", quality_mode="rates", quality_layers=[12], irreversible=True),
+        "grey16.j2k": imagecodecs.jpeg2k_encode(deep[..., 0].copy(), codecformat="j2k", reversible=True),
+        "rgb.avif": _saved(image, "AVIF", quality=80, exif=exif),
+        "rgb10.avif": imagecodecs.avif_encode(deep >> 6, bitspersample=10, level=80),
+        "rgb.heic": _heic("RGB", rgb, exif.tobytes()),
+        "rgb10.heif": _heic("RGB;16", deep),
         FAX: _saved(image.convert("1"), "TIFF", compression="group4"),
     }
     assert {Path(name).suffix for name in made} == IMAGE_EXTENSIONS, "an extension that is read has no original"
@@ -144,6 +159,24 @@ def originals() -> dict[str, bytes]:
 def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def _heic(mode: str, array: np.ndarray, exif: bytes | None = None) -> bytes:
+    file = io.BytesIO()
+    picture = pillow_heif.from_bytes(mode=mode, size=(WIDTH, HEIGHT), data=array.tobytes())
+    picture.save(file, quality=80, **({} if exif is None else {"exif": exif}))
+    return file.getvalue()
+
+
+def _svs(rgb: np.ndarray, **options: Any) -> bytes:
+    """As Aperio's scanners write them: the slide, a thumbnail, a lower level."""
+    file = io.BytesIO()
+    with tifffile.TiffWriter(file) as writer:
+        writer.write(rgb, tile=(64, 64), photometric="rgb", description="Aperio Image Library v11", metadata=None, **options)
+        writer.write(rgb[::8, ::8].copy(), photometric="rgb", metadata=None)
+        small = rgb.reshape(HEIGHT // 2, 2, WIDTH // 2, 2, 3).mean(axis=(1, 3)).astype(np.uint8)
+        writer.write(small, tile=(64, 64), photometric="rgb", metadata=None, **options)
     return file.getvalue()
 
 
@@ -189,6 +222,10 @@ def header_fields(data: bytes) -> list[Field]:
         return list(_jpeg_fields(data))
     if data.startswith(b"RIFF"):
         return list(_webp_fields(data))
+    if data[4:8] in (b"ftyp", b"jP  "):
+        return list(_box_fields(data, 0, len(data)))
+    if data.startswith(_STREAM):
+        return list(_stream_fields(0))
     if data.startswith(b"BM"):
         names = {2: "file", 10: "offset", 14: "header", 18: "width", 22: "height", 30: "compression", 34: "bytes", 46: "colours"}
         return [Field(name, offset, "<I") for offset, name in names.items()] + [Field("planes", 26, "<H"), Field("bits", 28, "<H")]
@@ -236,6 +273,33 @@ def _webp_fields(data: bytes) -> Iterator[Field]:
         elif kind == b"VP8L":
             yield Field("width, height", position + 9, "<I")
         position += 8 + size + size % 2
+
+
+_STREAM = b"\xff\x4f\xff\x51"
+_HOLDERS = {b"meta": 4, b"iprp": 0, b"ipco": 0, b"jp2h": 0}  # boxes of boxes, and what stands before those
+
+
+def _box_fields(data: bytes, position: int, end: int) -> Iterator[Field]:
+    while position + 8 <= end:
+        size, kind = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
+        name = kind.decode()
+        yield Field(f"length of {name}", position, ">I")
+        if kind in _HOLDERS:
+            yield from _box_fields(data, position + 8 + _HOLDERS[kind], position + size)
+        elif kind in (b"ispe", b"ihdr"):
+            start = position + (12 if kind == b"ispe" else 8)
+            yield from [Field(f"first size of {name}", start, ">I"), Field(f"second size of {name}", start + 4, ">I")] * 4
+        elif kind == b"jp2c":
+            yield from _stream_fields(position + 8)
+        elif kind in (b"av1C", b"hvcC", b"iloc", b"pixi", b"colr", b"irot"):
+            yield from (Field(f"byte {k} of {name}", position + 8 + k, ">B") for k in range(min(24, size - 8)))
+        position += size or len(data)
+
+
+def _stream_fields(start: int) -> Iterator[Field]:
+    names = ("width", "height", "left", "top", "tile width", "tile height", "tile left", "tile top")
+    yield from (Field(name, start + 8 + 4 * k, ">I") for k, name in enumerate(names))
+    yield from (Field("components", start + 40, ">H"), Field("bits", start + 42, ">B"), Field("step", start + 43, ">B"))
 
 
 def _tiff_fields(data: bytes) -> Iterator[Field]:
@@ -315,10 +379,10 @@ DAMAGES: tuple[tuple[float, Callable[[bytes, np.random.Generator], tuple[bytes, 
 )  # fmt: skip
 
 
-def make_case(seed: int, number: int) -> Case:
-    """The same file for the same two numbers, whatever other cases are made."""
+def make_case(seed: int, number: int, only: str = "") -> Case:
+    """The same file for the same two numbers (and the same choice of originals), whatever other cases are made."""
     rng = np.random.default_rng([seed, number])
-    names = sorted(originals())
+    names = [name for name in sorted(originals()) if any(part in name for part in only.split(","))]
     name = names[number % len(names)]
     data, said = originals()[name], []
     for _ in range(1 + (rng.random() < 0.2)):
@@ -327,19 +391,20 @@ def make_case(seed: int, number: int) -> Case:
         said.append(what)
     suffixes = sorted(IMAGE_EXTENSIONS)
     suffix = Path(name).suffix if rng.random() < 0.8 else suffixes[rng.integers(len(suffixes))]
-    draft = (HEIGHT // 4, WIDTH // 4) if rng.random() < 0.3 else None
-    return Case(name, tuple(said), suffix, data, draft)
+    draft = DRAFT if rng.random() < 0.3 else None
+    region = REGION if draft is None and rng.random() < 0.3 else None
+    return Case(name, tuple(said), suffix, data, draft, region)
 
 
 # --- the child: one decode under limits
 
 
 @cache
-def _reference(name: str, draft: tuple[int, int] | None) -> np.ndarray:
+def _reference(name: str, draft: tuple[int, int] | None, region: Region | None) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(originals()[name])
-        return decode(path, max_pixels=MAX_PIXELS, draft_px=draft)
+        return decode(path, max_pixels=MAX_PIXELS, draft_px=draft, region=region)
 
 
 def blank_rows(array: np.ndarray) -> int:
@@ -353,12 +418,12 @@ def blank_rows(array: np.ndarray) -> int:
 
 def judge(case: Case, path: Path) -> tuple[str, str]:
     """Kind and detail of what the package makes of the file, in this process."""
-    reference = _reference(case.original, case.draft)
+    reference = _reference(case.original, case.draft, case.region)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             header = probe(path, MAX_PIXELS)
-            array = decode(path, max_pixels=MAX_PIXELS, draft_px=case.draft)
+            array = decode(path, max_pixels=MAX_PIXELS, draft_px=case.draft, region=case.region)
         except DataError as error:
             (problem, *more) = error.problems
             named = problem.place == str(path) and len(problem.message) > 5 and not more
@@ -369,8 +434,9 @@ def judge(case: Case, path: Path) -> tuple[str, str]:
             return "noise", f"{type(error).__name__}: {error}"
         except Exception as error:
             return "exception", f"{type(error).__name__}: {error}"
-    sizes = array.shape[:2] if case.draft is None else header.shown_size
-    if array.ndim != 3 or (*header.shown_size, header.channels) != (*sizes, array.shape[2]):
+    stated = header.shown_size if case.region is None else case.region.size
+    sizes = array.shape[:2] if case.draft is None else stated
+    if array.ndim != 3 or (*stated, header.channels) != (*sizes, array.shape[2]):
         return "untrue", f"the header says {header}, the pixels are {array.shape}"
     if array.shape == reference.shape and array.dtype == reference.dtype and np.array_equal(array, reference):
         return "right", ""
@@ -390,21 +456,21 @@ def _memory(field: str) -> int:
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
-def serve(seed: int, folder: Path) -> None:
+def serve(seed: int, only: str, folder: Path) -> None:
     """Reads numbers of cases, answers with kind and detail; what is written past Python goes to a file that is looked at."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with (folder / f"{os.getpid()}.noise").open("wb") as spill:
         os.dup2(spill.fileno(), 1)
         os.dup2(spill.fileno(), 2)
         for name in originals():
-            for draft in (None, (HEIGHT // 4, WIDTH // 4)):
-                _reference(name, draft)
+            for draft, region in ((None, None), (DRAFT, None), (None, REGION)):
+                _reference(name, draft, region)
         heard = spill.seek(0, io.SEEK_END)
         limit = _memory("VmSize") + ADDRESS_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         answers.write("ready\n")
         for line in sys.stdin:
-            case = make_case(seed, int(line))
+            case = make_case(seed, int(line), only)
             path = folder / f"{int(line)}{case.suffix}"
             path.write_bytes(case.data)
             Path("/proc/self/clear_refs").write_text("5")
@@ -427,8 +493,8 @@ def serve(seed: int, folder: Path) -> None:
 class _Child:
     """A process that serves; a new one takes its place when it dies or hangs."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
-        command = [sys.executable, __file__, "--serve", str(folder), "--seed", str(seed)]
+    def __init__(self, seed: int, only: str, folder: Path) -> None:
+        command = [sys.executable, __file__, "--serve", str(folder), "--seed", str(seed), "--only", only]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert self.process.stdout is not None
         self._ready = selectors.DefaultSelector()
@@ -458,18 +524,19 @@ class _Child:
             self._ready.close()
 
 
-def fuzz(seed: int, numbers: range) -> Iterator[Outcome]:
+def fuzz(seed: int, numbers: range, only: str = "") -> Iterator[Outcome]:
     """What became of the cases with these numbers, one after another."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        child = _Child(seed, Path(name))
+        child = _Child(seed, only, Path(name))
         try:
             for number in numbers:
                 kind, detail = child.ask(number)
                 if kind in ("crash", "hang"):
                     child.close()
-                    child = _Child(seed, Path(name))
-                case = make_case(seed, number)
-                text = f"{case.original} as {case.suffix}{' (draft)' if case.draft else ''}: {'; '.join(case.damage)}"
+                    child = _Child(seed, only, Path(name))
+                case = make_case(seed, number, only)
+                read = " (draft)" if case.draft else " (region)" if case.region else ""
+                text = f"{case.original} as {case.suffix}{read}: {'; '.join(case.damage)}"
                 yield Outcome(number, kind, detail, text)
         finally:
             child.close()
@@ -483,20 +550,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="with the case's number, decides every byte (default 0)")
     parser.add_argument("--case", type=int, default=None, metavar="N", help="this case alone")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="with --case: write the damaged file there")
+    parser.add_argument("--only", default="", metavar="NAMES", help="originals whose names hold one of these, as in jp2,avif")
     parser.add_argument("--list", default="", metavar="KINDS", help="also list the cases of these kinds, as in other,unseen")
     parser.add_argument("--serve", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        serve(args.seed, args.serve)
+        serve(args.seed, args.only, args.serve)
         return 0
     numbers = range(args.first, args.first + args.count) if args.case is None else range(args.case, args.case + 1)
     if args.keep is not None and args.case is not None:
-        case = make_case(args.seed, args.case)
+        case = make_case(args.seed, args.case, args.only)
         args.keep.mkdir(parents=True, exist_ok=True)
         (args.keep / f"{args.case}{case.suffix}").write_bytes(case.data)
     listed = {*FAULTS, *args.list.split(",")}
     counts: Counter[str] = Counter()
-    for outcome in fuzz(args.seed, numbers):
+    for outcome in fuzz(args.seed, numbers, args.only):
         counts[outcome.kind] += 1
         if outcome.kind in listed or args.case is not None:
             print(f"{outcome.kind}  --seed {args.seed} --case {outcome.number}  {outcome.case}  -> {outcome.detail}", flush=True)

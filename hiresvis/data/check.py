@@ -18,13 +18,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hiresvis.data.decode import Header, decode, probe
+from hiresvis.data.contract import examine, read_through
+from hiresvis.data.decode import open_image
+from hiresvis.data.header import Header
+from hiresvis.data.regions import Region, named
 from hiresvis.data.sources import Dataset, Datasets, Sample
 from hiresvis.data.transforms import Preprocess
 from hiresvis.errors import DataError, Problem
 
-CACHE_NAME = "check-2.json"  # a new number where files that were sound may be refused now
+CACHE_NAME = "check-3.json"  # a new number where files that were sound may be refused now
 STRETCH_NOTED = 1.25
+KEPT_NOTED = 0.5
 _HASH_BLOCK = 2**20
 
 
@@ -141,11 +145,13 @@ def check_datasets(
     warnings: list[Problem] = list(datasets.findings)
     splits: dict[str, Mapping[str, Any]] = {}
     for name, dataset in datasets.splits().items():
-        found = [findings[str(sample.path)] for sample in dataset.samples]
+        found = [findings[sample.title] for sample in dataset.samples]
         bad = [_problem(sample, finding.error) for sample, finding in zip(dataset.samples, found, strict=True) if finding.error]
         (warnings if name == "train" and bad_images == "skip" else errors).extend(bad)
-        splits[name] = _count(dataset, found, preprocess)
-        warnings += _size_warnings(name, found, preprocess)
+        shown = [_shown_size(sample, finding) for sample, finding in zip(dataset.samples, found, strict=True) if finding.header is not None]
+        splits[name] = _count(dataset, found, shown, preprocess)
+        warnings += _size_warnings(name, shown, preprocess)
+    warnings += _regions_apart(datasets)
     duplicates, conflicts = _same_bytes(datasets)
     warnings += conflicts
     if duplicates:
@@ -168,27 +174,43 @@ def _look_at_all(
     progress: Callable[[int, int], None] | None,
     threads: int,
 ) -> dict[str, _Finding]:
-    rule = "" if preprocess is None else f"{preprocess.in_chans} {preprocess.scale} {preprocess.background}"
+    """Findings by the samples' titles. The regions of a file are looked at together, since most formats are decoded for all at once."""
+    rule = f"{max_pixels}" if preprocess is None else f"{max_pixels} {_reading_rule(preprocess)}"
+    by_path: dict[Path, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_path[sample.path].append(sample)
     findings: dict[str, _Finding] = {}
 
-    def look(sample: Sample) -> _Finding:
-        key = _change_key(sample.path, f"{max_pixels} {rule}")
-        known = cache.known.get(str(sample.path.absolute()))
-        if key is not None and known is not None and known.key == key:
-            return known
-        return _look(sample.path, key or "", max_pixels, preprocess, fast)
+    def look(together: Sequence[Sample]) -> list[_Finding]:
+        key = _change_key(together[0].path, rule)
+        known = [cache.known.get(_cache_name(sample)) for sample in together]
+        if key is not None and all(finding is not None and finding.key == key for finding in known):
+            return [finding for finding in known if finding is not None]
+        return _look(together, key or "", max_pixels, preprocess, fast)
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="check")
+    pool, done = ThreadPoolExecutor(threads, thread_name_prefix="check"), 0
     try:
-        for done, (sample, finding) in enumerate(zip(samples, pool.map(look, samples), strict=True), start=1):
-            findings[str(sample.path)] = finding
-            if finding.key and not (fast and finding.error is None):  # a header alone proves nothing good
-                cache.known[str(sample.path.absolute())] = finding
-            if progress is not None:
-                progress(done, len(samples))
+        for together, found in zip(by_path.values(), pool.map(look, by_path.values()), strict=True):
+            for sample, finding in zip(together, found, strict=True):
+                findings[sample.title] = finding
+                if finding.key and not (fast and finding.error is None):  # a header alone proves nothing good
+                    cache.known[_cache_name(sample)] = finding
+                done += 1
+                if progress is not None:
+                    progress(done, len(samples))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a stop does not wait for files that are still in line
     return findings
+
+
+def _cache_name(sample: Sample) -> str:
+    return named(str(sample.path.absolute()), sample.region)
+
+
+def _reading_rule(preprocess: Preprocess) -> str:
+    """What decides what is read of a file and whether the model takes it."""
+    parts = f"{preprocess.fit} {preprocess.image_size}" if preprocess.fit != "resize" else f"{preprocess.image_size}"
+    return f"{preprocess.in_chans} {preprocess.scale} {preprocess.background} {parts}"
 
 
 def _change_key(path: Path, rule: str) -> str | None:
@@ -199,24 +221,37 @@ def _change_key(path: Path, rule: str) -> str | None:
     return f"{status.st_size} {status.st_mtime_ns} {rule}"
 
 
-def _look(path: Path, key: str, max_pixels: int, preprocess: Preprocess | None, fast: bool) -> _Finding:
-    header = None
-    try:
-        header = probe(path, max_pixels)
-        if preprocess is not None:
-            preprocess.check_channels(header.channels)
-        if not fast:
-            array = decode(path, max_pixels=max_pixels, background=(255, 255, 255) if preprocess is None else preprocess.background)
-            if preprocess is not None:
-                preprocess.scale.check(array)
-    except DataError as error:
-        return _Finding(key, header, "; ".join(problem.message for problem in error.problems))
-    return _Finding(key, header)
+def _look(together: Sequence[Sample], key: str, max_pixels: int, preprocess: Preprocess | None, fast: bool) -> list[_Finding]:
+    """What samples of one file are found to be; a file that is read as a whole is read once, whatever the number of its regions."""
+    path, findings = together[0].path, list[_Finding]()
+    background = (255, 255, 255) if preprocess is None else preprocess.background
+    read = False
+    for sample in together:
+        header, error = None, None
+        try:
+            with open_image(path, max_pixels=max_pixels, background=background, region=sample.region) as image:
+                header = image.header
+                if preprocess is not None:
+                    examine(image, preprocess, path)
+                if not fast and not read:
+                    read_through(image, preprocess, path)
+                    read = header.format != "TIFF"
+        except DataError as found:
+            error = "; ".join(problem.message for problem in found.problems)
+        findings.append(_Finding(key, header, error))
+    return findings
 
 
-def _count(dataset: Dataset, findings: Sequence[_Finding], preprocess: Preprocess | None) -> dict[str, Any]:
+def _shown_size(sample: Sample, finding: _Finding) -> tuple[int, int]:
+    """(height, width) of the sample: the region's, or the file's."""
+    assert finding.header is not None
+    return finding.header.shown_size if sample.region is None else sample.region.size
+
+
+def _count(
+    dataset: Dataset, findings: Sequence[_Finding], shown: Sequence[tuple[int, int]], preprocess: Preprocess | None
+) -> dict[str, Any]:
     headers = [finding.header for finding in findings if finding.header is not None]
-    shown = [header.shown_size for header in headers]
     counts: dict[str, Any] = {
         "images": len(dataset),
         "unreadable": sum(finding.error is not None for finding in findings),
@@ -233,6 +268,8 @@ def _count(dataset: Dataset, findings: Sequence[_Finding], preprocess: Preproces
     }
     if preprocess is not None:
         counts["share_kept"] = _spread_of([preprocess.share_kept(*size) for size in shown])
+        if preprocess.fit == "tile":
+            counts["windows"] = _spread_of([preprocess.num_windows(*size) for size in shown])
         counts["shrink"] = _spread_of([_shrink(preprocess, *size) for size in shown])
     return counts
 
@@ -248,10 +285,19 @@ def _shrink(preprocess: Preprocess, height: int, width: int) -> float:
     return round(max(height / fitted[0], width / fitted[1]), 3)
 
 
-def _size_warnings(split: str, findings: Sequence[_Finding], preprocess: Preprocess | None) -> list[Problem]:
-    if preprocess is None or preprocess.fit != "resize":
+def _size_warnings(split: str, shown: Sequence[tuple[int, int]], preprocess: Preprocess | None) -> list[Problem]:
+    if preprocess is None or preprocess.fit not in ("resize", "crop"):
         return []
-    shown = [finding.header.shown_size for finding in findings if finding.header is not None]
+    wanted = f"{preprocess.image_size[0]} x {preprocess.image_size[1]}"
+    if preprocess.fit == "crop":
+        cut = [size for size in shown if preprocess.share_kept(*size) < KEPT_NOTED]
+        if not cut:
+            return []
+        text = (
+            f"{len(cut)} of {len(shown)} images lose more than half of their area to data.fit: crop, as {cut[0][0]} x {cut[0][1]}, of "
+            f"which {wanted} (height x width) keeps {preprocess.share_kept(*cut[0]):.0%}; data.fit: tile sees all of it, resize all at once"
+        )
+        return [Problem(text, key=f"data.{split}")]
     target = preprocess.image_size[0] / preprocess.image_size[1]
     stretched = [size for size in shown if not 1 / STRETCH_NOTED <= size[0] / size[1] / target <= STRETCH_NOTED]
     if not stretched:
@@ -259,14 +305,31 @@ def _size_warnings(split: str, findings: Sequence[_Finding], preprocess: Preproc
     height, width = stretched[0]
     text = (
         f"{len(stretched)} of {len(shown)} images change their shape by more than a quarter, as {height} x {width} to "
-        f"{preprocess.image_size[0]} x {preprocess.image_size[1]} (height x width); "
-        "data.fit: letterbox keeps it, or give model.image_size as [height, width]"
+        f"{wanted} (height x width); data.fit: letterbox keeps it, or give model.image_size as [height, width]"
     )
     return [Problem(text, key=f"data.{split}")]
 
 
+def _regions_apart(datasets: Datasets) -> list[Problem]:
+    """Files that have regions in two splits: what surrounds a region may tell its neighbours."""
+    where: dict[Path, set[str]] = defaultdict(set)
+    for split, dataset in datasets.splits().items():
+        for sample in dataset.samples:
+            if sample.region is not None:
+                where[sample.path].add(split)
+    apart = [path for path, splits in where.items() if len(splits) > 1]
+    if not apart:
+        return []
+    text = (
+        f"{len(apart)} files have regions in more than one split; the first: {apart[0]} ({', '.join(sorted(where[apart[0]]))}); "
+        "data.group with a column that names the file keeps them together"
+    )
+    return [Problem(text, key="data.region")]
+
+
 def _same_bytes(datasets: Datasets) -> tuple[tuple[tuple[str, str], ...], list[Problem]]:
-    """Pairs across splits, and warnings of the same bytes under two labels of one split. Only files of equal size are read."""
+    """Pairs across splits, and warnings of the same bytes under two labels of one split. Only files of equal size are read;
+    two regions of one file are two images."""
     by_size: dict[int, list[tuple[str, Sample]]] = defaultdict(list)
     for split, dataset in datasets.splits().items():
         for sample in dataset.samples:
@@ -275,14 +338,17 @@ def _same_bytes(datasets: Datasets) -> tuple[tuple[tuple[str, str], ...], list[P
     pairs: list[tuple[str, str]] = []
     conflicts: list[Problem] = []
     for group in by_size.values():
-        by_hash: dict[str, list[tuple[str, Sample]]] = defaultdict(list)
+        by_hash: dict[tuple[str, Region | None], list[tuple[str, Sample]]] = defaultdict(list)
+        hashes: dict[Path, str] = {}
         for split, sample in group if len(group) > 1 else ():
-            by_hash[_content_hash(sample.path)].append((split, sample))
+            if sample.path not in hashes:
+                hashes[sample.path] = _content_hash(sample.path)
+            by_hash[hashes[sample.path], sample.region].append((split, sample))
         for same in by_hash.values():
             for position, (split, sample) in enumerate(same):
                 for other_split, other in same[position + 1 :]:
                     if split != other_split:
-                        pairs.append((str(sample.path), str(other.path)))
+                        pairs.append((sample.title, other.title))
                     elif sample.label != other.label:
                         names = " and ".join(datasets.classes[label] for label in (sample.label, other.label) if label is not None)
                         conflicts.append(

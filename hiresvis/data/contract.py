@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiresvis.data.decode import decode
-from hiresvis.data.transforms import Preprocess, Scale
+from hiresvis.data.decode import OpenedImage, open_image
+from hiresvis.data.regions import Region
+from hiresvis.data.transforms import OVERLAP, Preprocess, Scale
 from hiresvis.errors import DataError, Problem, RunFolderError
 
 VERSION = 1
+_BLOCK_PX = 2048  # a whole number of tiles of any usual size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +29,14 @@ class Contract:
     Attributes:
         classes: names in the order of the outputs.
         image_size: (height, width).
-        fit: "resize" or "letterbox".
+        fit: "resize", "letterbox", "crop" or "tile".
         background: RGB, 0 to 255, under transparent pixels and around letterboxed images.
         channels: of the model's input.
         scale: number range.
         mean, std: one a channel, for values of 0 to 1.
         interpolation: for enlarging; shrinking averages areas.
         max_pixels: larger images are refused.
+        overlap: share of a window, with fit "tile".
         version: of this format.
     """
 
@@ -46,6 +50,7 @@ class Contract:
     std: tuple[float, ...]
     interpolation: str
     max_pixels: int
+    overlap: float = OVERLAP
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -53,7 +58,7 @@ class Contract:
 
     def preprocess(self) -> Preprocess:
         """The deterministic pixel part."""
-        return Preprocess(self.image_size, self.fit, self.background, self.channels, self.scale, self.interpolation)
+        return Preprocess(self.image_size, self.fit, self.background, self.channels, self.scale, self.interpolation, self.overlap)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -69,8 +74,9 @@ class Contract:
         if values.get("version") != VERSION:
             raise ValueError(f"version {values.get('version')} and this release reads {VERSION}; use the release that wrote it")
         names = {item.name for item in fields(cls)}
-        if set(values) != names:
-            raise ValueError(f"keys differ: missing {sorted(names - set(values))}, unknown {sorted(set(values) - names)}")
+        missing = {item.name for item in fields(cls) if item.default is MISSING} - set(values)  # what has a default came later
+        if missing or set(values) - names:
+            raise ValueError(f"keys differ: missing {sorted(missing)}, unknown {sorted(set(values) - names)}")
         plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(**{**plain, "scale": Scale(**values["scale"])})
 
@@ -89,15 +95,77 @@ class Contract:
             raise RunFolderError(f"{path} cannot be read: {error}") from error
 
 
-def load_image(path: Path, preprocess: Preprocess, *, max_pixels: int) -> np.ndarray:
-    """One file to (h, w, channels), uint8 or float32 in 0 to 1. The one way in for training, evaluation and prediction.
+def load_image(path: Path, preprocess: Preprocess, *, max_pixels: int, region: Region | None = None, seed: int | None = None) -> np.ndarray:
+    """One file, or a region of it, to (h, w, channels), uint8 or float32 in 0 to 1. The one way in, but for the windows of fit "tile".
+
+    Args:
+        seed: with crop and tile, of the place of the window; None: in the middle (crop alone).
 
     Raises:
         DataError: with the path and the reason.
     """
-    array = decode(path, max_pixels=max_pixels, background=preprocess.background, draft_px=preprocess.draft_px)
-    try:
+    with open_image(path, max_pixels=max_pixels, background=preprocess.background, region=region) as image:
+        if not preprocess.in_windows:
+            return _preprocessed(preprocess, image.read(preprocess.draft_px), path)
+        if seed is not None:
+            return _preprocessed(preprocess, image.read_window(preprocess.random_window(*image.size, seed)), path)
+        assert preprocess.fit == "crop", "an image in tiles is many arrays"
+        return load_window(image, preprocess, 0, path)
+
+
+def load_window(image: OpenedImage, preprocess: Preprocess, number: int, path: Path) -> np.ndarray:
+    """One of `preprocess.num_windows` windows of an open image, as `load_image`.
+
+    Raises:
+        DataError: with the path and the reason.
+    """
+    return _preprocessed(preprocess, image.read_window(preprocess.window(*image.size, number)), path)
+
+
+def examine(image: OpenedImage, preprocess: Preprocess, path: Path) -> None:
+    """Whether the model can take the image, by its header: channels, and the size of what would be read.
+
+    Raises:
+        DataError: it cannot, with the path.
+    """
+    with _naming(path):
+        preprocess.check_channels(image.header.channels)
+    image.check_size(preprocess.draft_px, preprocess.image_size if preprocess.in_windows else None)
+
+
+def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) -> None:
+    """Decodes all that may be read of the image, one part after another, and holds it to the model's number range, where that is known.
+
+    Raises:
+        DataError: damage, or values outside the range, with the path.
+    """
+    for array in _all_arrays(image, preprocess):
+        if preprocess is not None:
+            with _naming(path):
+                preprocess.scale.check(array)
+
+
+def _all_arrays(image: OpenedImage, preprocess: Preprocess | None) -> Iterator[np.ndarray]:
+    if preprocess is None or not (image.tiled and preprocess.in_windows):
+        # A JPEG in full: its draft would show less of what is wrong with it. Of a pyramid the level that will be read.
+        yield image.read(preprocess.draft_px if preprocess is not None and image.header.format == "TIFF" else None)
+        return
+    height, width = image.size  # a random window may be anywhere
+    for top in range(0, height, _BLOCK_PX):
+        for left in range(0, width, _BLOCK_PX):
+            yield image.read_window(Region(left, top, min(_BLOCK_PX, width - left), min(_BLOCK_PX, height - top)))
+
+
+def _preprocessed(preprocess: Preprocess, array: np.ndarray, path: Path) -> np.ndarray:
+    with _naming(path):
         return preprocess(array)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Preprocessing does not know the file that it refuses."""
+    try:
+        yield
     except DataError as error:
         raise DataError([Problem(problem.message, str(path), problem.key) for problem in error.problems]) from error
 

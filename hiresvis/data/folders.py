@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hiresvis.data.regions import Region
 from hiresvis.errors import DataError, Problem
 
-IMAGE_EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp"})
+IMAGE_EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".svs", ".bmp", ".jp2", ".j2k", ".heic", ".heif", ".avif"}
+)
 SYSTEM_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"})
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
 
@@ -25,6 +28,7 @@ class Entry:
     label: str | None
     group: str | None = None
     split: str | None = None
+    region: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from hiresvis.data.photos import exif_orientation, pillow_open
 try:
     import pillow_heif
 except ImportError:  # the extra
-    pillow_heif = None
+    pillow_heif = None  # type: ignore[assignment]
 
 _INSTALL = "pip install 'hiresvis[heic]'"
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")

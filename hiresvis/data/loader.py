@@ -15,7 +15,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from hiresvis.data.contract import load_image
+from hiresvis.data.contract import load_image, load_window
+from hiresvis.data.decode import OpenedImage, open_image
 from hiresvis.data.sources import Sample
+from hiresvis.data.survey import any_deep_images
 from hiresvis.data.transforms import Pipeline, Preprocess, sample_seed
 from hiresvis.errors import DataError, EnvironmentFailed, Problem
 from hiresvis.units import format_size
@@ -47,6 +49,8 @@ class MicroBatch:
             bad_images=skip unreadable files are left out of the count.
         closes_batch: this is the last part; the optimizer steps after it.
         batch_index: which batch of the epoch, from 0.
+        num_windows: for each image, how many windows of the same sample there are in all, one after another (fit "tile" in
+            evaluation); empty: every image is a sample.
     """
 
     images: Tensor
@@ -55,6 +59,7 @@ class MicroBatch:
     batch_images: int
     closes_batch: bool
     batch_index: int = 0
+    num_windows: tuple[int, ...] = ()
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory (called by torch's loader)."""
@@ -131,7 +136,7 @@ class TrainLoader:
         self._skip = bad_images == "skip"
         self._epoch, self._first_batch = 0, 0
         self.set_micro_batch(micro_batch)
-        source = _ImageSource(self.samples, pipeline, max_pixels, seed, self._skip)
+        source = _ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True)
         self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
 
     def __len__(self) -> int:
@@ -213,7 +218,12 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """All samples once, in their order, without augmentation; unreadable files are errors. Each item is a batch of its own."""
+    """All samples once, in their order, without augmentation; unreadable files are errors. Each item is a batch of its own.
+
+    With fit "tile" a sample is as many images as it has windows, one after another and across items (`train.joining` brings them
+    together), and the batch counts windows. Held at once are the batches on their way, and in each process that loads one open image: of
+    a tiled TIFF its file, of anything else its pixels, decoded once there however many batches its windows fill.
+    """
 
     def __init__(
         self,
@@ -228,11 +238,12 @@ class EvalLoader:
     ) -> None:
         self.samples = tuple(samples)
         self.set_batch(batch)
-        source = _ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False)
-        self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=False)
+        self._source = _ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False, training=False)
+        self._windows: tuple[int, ...] | None = None
+        self._engine = _Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.batch)
+        return -(-sum(self._num_windows()) // self.batch)
 
     def set_batch(self, batch: int) -> None:
         """Changes the batch (evaluation ran out of memory); results do not depend on it."""
@@ -241,12 +252,12 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """As `TrainLoader`."""
-        starts = range(0, len(self.samples), self.batch)
-        tasks = []
-        for number, start in enumerate(starts):
-            members = tuple(range(start, min(start + self.batch, len(self.samples))))
-            tasks.append(_Task(0, number, members, len(members), True))
-        return (result.micro_batch for result in self._engine.run(tasks) if result.micro_batch is not None)
+        try:
+            for result in self._engine.run(self._tasks()):
+                if result.micro_batch is not None:
+                    yield result.micro_batch
+        finally:
+            self._source.held.release()
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -257,6 +268,22 @@ class EvalLoader:
         """As `TrainLoader`."""
         return self._engine.notes
 
+    def _num_windows(self) -> tuple[int, ...]:
+        """Of each sample; known from the headers, which are read once."""
+        if self._windows is None:
+            self._windows = tuple(map(self._source.num_windows, self.samples))
+        return self._windows
+
+    def _tasks(self) -> list[_Task]:
+        counts = self._num_windows()
+        rows = [(index, number) for index, count in enumerate(counts) for number in range(count)]
+        tasks = []
+        for place, start in enumerate(range(0, len(rows), self.batch)):
+            indices, windows = zip(*rows[start : start + self.batch], strict=True)
+            totals = tuple(counts[index] for index in indices) if len(rows) > len(counts) else ()
+            tasks.append(_Task(0, place, indices, len(indices), True, windows, totals))
+        return tasks
+
 
 @dataclass(frozen=True, slots=True)
 class _Task:
@@ -265,6 +292,8 @@ class _Task:
     indices: tuple[int, ...]
     batch_images: int
     closes_batch: bool
+    windows: tuple[int, ...] = ()  # of evaluation: which window of each sample
+    num_windows: tuple[int, ...] = ()  # as in MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,34 +318,100 @@ class _ImageSource:
     max_pixels: int
     seed: int
     skip: bool
+    training: bool
+    held: _HeldImage = field(default_factory=lambda: _HeldImage())
 
     def __getitem__(self, task: _Task) -> _Loaded:
         arrays, kept, problems, skipped = [], [], [], []
-        for index in task.indices:
+        for place, index in enumerate(task.indices):
             sample = self.samples[index]
             try:
-                arrays.append(self._load(sample, sample_seed(self.seed, task.epoch, index)))
+                arrays.append(self._load(task, place))
                 kept.append(index)
             except DataError as error:
                 problems += [_at_row(problem, sample) for problem in error.problems]
-                skipped.append((str(sample.path), "; ".join(problem.message for problem in error.problems)))
+                skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
         if problems and not self.skip:
             return _Loaded(task, None, problems=tuple(problems))
         labels = [_NO_LABEL if (label := self.samples[index].label) is None else label for index in kept]
         targets = torch.tensor(labels, dtype=torch.int64)
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
-        batch = MicroBatch(_stack(arrays, shape), targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index)
+        images = _stack(arrays, shape)
+        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, task.num_windows)
         return _Loaded(task, batch, skipped=tuple(skipped))
 
-    def _load(self, sample: Sample, seed: int) -> np.ndarray:
-        array = load_image(sample.path, self.pipeline.preprocess, max_pixels=self.max_pixels)
-        if self.pipeline.augment is None:
-            return array
+    def _load(self, task: _Task, place: int) -> np.ndarray:
+        index, preprocess = task.indices[place], self.pipeline.preprocess
+        sample = self.samples[index]
+        if self.training:
+            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=sample_seed(self.seed, task.epoch, index))
+        if preprocess.fit != "tile":
+            return load_image(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)
+        image = self.held.open(sample, self.max_pixels, preprocess.background)
+        array = load_window(image, preprocess, task.windows[place], sample.path)
+        if task.windows[place] + 1 == preprocess.num_windows(*image.size):
+            self.held.release()
+        return array
+
+    def num_windows(self, sample: Sample) -> int:
+        """Images that stand for a sample in evaluation; 1 where the file cannot be read, which loading will say."""
+        if self.pipeline.preprocess.fit != "tile":
+            return 1
         try:
-            return self.pipeline.augment(array, seed)
-        except (ValueError, TypeError, cv2.error) as error:
-            text = f"augmentation fails on it: {error}"
-            raise DataError([Problem(text, str(sample.path), "data.augment")]) from error
+            with open_image(sample.path, max_pixels=self.max_pixels, region=sample.region) as image:
+                return self.pipeline.preprocess.num_windows(*image.size)
+        except DataError:
+            return 1
+
+    def value_bytes(self) -> int:
+        """Bytes of a value as it travels: floats for a number range and for deep images, as far as some headers tell."""
+        if self.pipeline.preprocess.scale.kind == "range" or any_deep_images(self.samples, self.max_pixels):
+            return 4
+        return 1
+
+
+class _HeldImage:
+    """The image whose windows are being read, open between tasks. Never travels to another process."""
+
+    def __init__(self) -> None:
+        self._sample: Sample | None = None
+        self._image: OpenedImage | None = None
+        self._files = ExitStack()
+
+    def __reduce__(self) -> tuple[type[_HeldImage], tuple[()]]:
+        return _HeldImage, ()
+
+    def open(self, sample: Sample, max_pixels: int, background: tuple[int, int, int]) -> OpenedImage:
+        """The image of a sample; opened unless it is the one that is held.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        if self._image is None or self._sample != sample:
+            self.release()
+            opened = open_image(sample.path, max_pixels=max_pixels, background=background, region=sample.region)
+            self._sample, self._image = sample, self._files.enter_context(opened)
+        return self._image
+
+    def release(self) -> None:
+        """Closes the file and lets the pixels go."""
+        self._sample = self._image = None
+        self._files.close()
+
+
+def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int) -> np.ndarray:
+    """What training sees of a sample: (h, w, channels), decoded, preprocessed, augmented. The same seed gives the same bits anywhere.
+
+    Raises:
+        DataError: with the path and the reason.
+    """
+    array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region, seed=seed)
+    if pipeline.augment is None:
+        return array
+    try:
+        return pipeline.augment(array, seed)
+    except (ValueError, TypeError, cv2.error) as error:
+        raise DataError([Problem(f"augmentation fails on it: {error}", str(sample.path), "data.augment")]) from error
 
 
 def _at_row(problem: Problem, sample: Sample) -> Problem:
@@ -357,6 +452,7 @@ class _Engine:
         self.workers, self.notes = workers, list[str]()
         self._source = source
         self._pin, self._start_method, self._persistent = pin, start_method, persistent
+        self._value_bytes: int | None = None
         self._sampler = _TaskSampler()
         self._loader = self._make_loader()
 
@@ -380,8 +476,12 @@ class _Engine:
     def _keep_within_shared_memory(self, tasks: list[_Task]) -> None:
         """Fewer workers where these tasks would fill /dev/shm: a worker that finds it full fails in mid epoch."""
         preprocess = self._source.pipeline.preprocess
+        if not self.workers:
+            return
+        if self._value_bytes is None:
+            self._value_bytes = self._source.value_bytes()
         values = max((len(task.indices) for task in tasks), default=0) * math.prod(preprocess.image_size) * preprocess.in_chans
-        micro_batch_bytes = values * (4 if preprocess.scale.kind == "range" else 1)
+        micro_batch_bytes = values * self._value_bytes
         possible, why = _workers_within(self.workers, micro_batch_bytes, shared_memory_free_bytes())
         if possible < self.workers:
             self.close()
@@ -419,7 +519,7 @@ class _Engine:
             self._loader._iterator = None
 
     def _death_notice(self, task: _Task, results: Any) -> str:
-        paths = [str(self._source.samples[index].path) for index in task.indices]
+        paths = list(dict.fromkeys(self._source.samples[index].title for index in task.indices))
         files = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
         codes = [code for worker in getattr(results, "_workers", ()) if (code := worker.exitcode) not in (None, 0)]
         cause = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes) or "no exit code"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hiresvis.data.folders import Entry, Scan
+from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
 from hiresvis.errors import DataError, Problem
 
 _SPLITS = {
@@ -19,18 +20,26 @@ _SPLITS = {
 
 
 def read_manifest(
-    source: Path, *, image_column: str, label_column: str, group_column: str | None, split_column: str | None
+    source: Path,
+    *,
+    image_column: str,
+    label_column: str,
+    group_column: str | None,
+    split_column: str | None,
+    region_columns: Sequence[str] | None = None,
 ) -> tuple[Scan, list[Problem]]:
     """The rows of a manifest, in their order, and every problem with its line in the file.
 
-    Relative paths start at the manifest's folder. Empty labels and NaN are problems, not classes.
+    Relative paths start at the manifest's folder. Empty labels and NaN are problems, not classes. A file may be listed once, or with
+    `region_columns` once for each of its regions.
 
     Raises:
         DataError: the table as a whole cannot be read: encoding, no header, a missing column.
     """
     lines = _read_rows(source)
     header = lines[0][1] if lines else []
-    wanted = {"image": image_column, "label": label_column, "group": group_column, "split": split_column}
+    wanted: dict[str, str | None] = {"image": image_column, "label": label_column, "group": group_column, "split": split_column}
+    wanted |= dict(zip(REGION_KEYS, region_columns or (), strict=False))
     columns = _find_columns(source, header, {key: name for key, name in wanted.items() if name is not None})
     entries: list[Entry] = []
     problems: list[Problem] = []
@@ -45,11 +54,12 @@ def read_manifest(
         found = _row_problems(source, row, wanted, place)
         if not found:
             entry = _entry(source, row, place)
-            located = _located(entry.path, folders)
+            located = named(_located(entry.path, folders), entry.region)
             earlier = first_rows.get(entry.name) or first_rows.get(located)
             if earlier is not None:
                 other = f" with label {earlier.label!r}" if earlier.label != entry.label else ""
-                found = [Problem(f"{entry.name} is listed before, at {earlier.row}{other}; keep one row an image", place)]
+                what = "an image" if entry.region is None else "a region"
+                found = [Problem(f"{entry.name} is listed before, at {earlier.row}{other}; keep one row {what}", place)]
             else:
                 first_rows[entry.name] = first_rows[located] = entry
                 entries.append(entry)
@@ -105,7 +115,8 @@ def _find_columns(source: Path, header: list[str], wanted: Mapping[str, str]) ->
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         what = "is there twice" if name in names else f"is missing{hint}"
-        problems.append(Problem(f"column {name!r} {what} (columns: {', '.join(names) or 'none'})", f"{source.name}:1", f"data.{key}"))
+        text = f"column {name!r} {what} (columns: {', '.join(names) or 'none'})"
+        problems.append(Problem(text, f"{source.name}:1", f"data.{key.split()[0]}"))
     if problems:
         raise DataError(problems)
     return {key: names.index(name) for key, name in wanted.items()}
@@ -121,6 +132,7 @@ def _row_problems(source: Path, row: Mapping[str, str], wanted: Mapping[str, str
         problems.append(Problem(f"no label in column {wanted['label']!r}{' (NaN)' if row['label'] else ''}", place))
     if "group" in row and row["group"].lower() in ("", "nan"):
         problems.append(Problem(f"no group in column {wanted['group']!r}; an image without one could be on both sides of the split", place))
+    problems += [Problem(text, place) for text in region_problems({wanted[key]: row[key] for key in REGION_KEYS if key in row})]
     if "split" in row and row["split"].lower() not in _SPLITS:
         problems.append(Problem(f"{row['split']!r} in column {wanted['split']!r} is not train, val or test", place))
     return problems
@@ -149,4 +161,5 @@ def _entry(source: Path, row: Mapping[str, str], place: str) -> Entry:
     path = _locate(source, row["image"])
     name = Path(os.path.normpath(row["image"].replace("\\", "/") if "\\" in str(row["image"]) else row["image"])).as_posix()
     split = _SPLITS[row["split"].lower()] if "split" in row else None
-    return Entry(path, name, place, row["label"], row.get("group"), split)
+    region = Region(*(whole_number(row[key]) for key in REGION_KEYS)) if REGION_KEYS[0] in row else None
+    return Entry(path, named(name, region), place, row["label"], row.get("group"), split, region)

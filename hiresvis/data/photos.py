@@ -10,7 +10,7 @@ import io
 import struct
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -58,7 +58,7 @@ def read_header(file: BinaryIO, path: Path, start: bytes) -> Header:
 
 
 @contextmanager
-def pillow_open(file: BinaryIO, formats: Sequence[str] = _FORMATS) -> Iterator[Image.Image]:
+def pillow_open(file: BinaryIO, formats: tuple[str, ...] = _FORMATS) -> Iterator[Image.Image]:
     """Pillow's image with its header read, its own pixel limit and its warnings off inside the block.
 
     The lock is there because both belong to the whole process, and `check` reads in threads.
@@ -138,6 +138,17 @@ def _decode_jpeg(file: BinaryIO, path: Path, header: Header, factor: int) -> np.
     except ValueError as error:
         refuse(path, f"is a damaged JPEG: {first_line(error)}", error)
     return cmyk_to_rgb(255 - array) if colours == "CMYK" else array  # ink is stored inverted, as Adobe began it
+
+
+def jpeg_damage(data: bytes, colours: str) -> str | None:
+    """What a strict decode at an eighth of the size says against a JPEG; None: nothing, or there is no strict decoder."""
+    if simplejpeg is None:
+        return None
+    try:
+        simplejpeg.decode_jpeg(data, colours, min_factor=8, strict=True)
+    except ValueError as error:
+        return first_line(error)
+    return None
 
 
 def _decode_codec(file: BinaryIO, path: Path, header: Header) -> np.ndarray:

@@ -5,10 +5,11 @@ Places count in pixels of the image as it is shown, that is after the EXIF or TI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Size = tuple[int, int]  # (height, width)
+REGION_KEYS = ("region x", "region y", "region width", "region height")  # of a manifest's row, in the order of data.region
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,35 @@ class Region:
         return Region(y, x, self.height, self.width) if orientation >= 5 else Region(x, y, self.width, self.height)
 
 
+def named(name: str, region: Region | None) -> str:
+    """A file's name with its region, so that two samples of one file have two names."""
+    return name if region is None else f"{name}[{region}]"
+
+
+def region_problems(written: Mapping[str | None, str]) -> Iterator[str]:
+    """What is wrong with the numbers of a row by themselves, given by column in the order of `REGION_KEYS`."""
+    for (column, text), low in zip(written.items(), (0, 0, 1, 1), strict=False):
+        try:
+            number = whole_number(text)
+        except ValueError:
+            yield f"{text!r} in column {column!r} is not a whole number of pixels"
+            continue
+        if number < low:
+            yield f"{number} in column {column!r} is below {low}"
+
+
+def whole_number(text: str) -> int:
+    """A number of pixels as tables write it: 512, also 512.0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = float(text)
+    if not number.is_integer() or "_" in text:
+        raise ValueError(text)
+    return int(number)
+
+
 def whole(size: Size) -> Region:
     """All of an image of this size."""
     return Region(0, 0, size[1], size[0])
@@ -72,8 +102,7 @@ def choose_level(levels: Sequence[Size], region: Region, target: Size | None) ->
         assert target is not None
         place, exact = _on_level(region, levels[0], level)
         suffices = all(
-            size >= 3 * wanted or (exact and size >= wanted and size % wanted == 0)
-            for size, wanted in zip(place.size, target, strict=True)
+            size >= 3 * wanted or (exact and size >= wanted and size % wanted == 0) for size, wanted in zip(place.size, target, strict=True)
         )
         if suffices and place.height * place.width < found[1].height * found[1].width:
             found = (number, place)

@@ -18,6 +18,7 @@ from typing import Any
 
 from hiresvis.data.folders import Entry, Scan, scan_class_folders, scan_unlabelled
 from hiresvis.data.manifest import read_manifest
+from hiresvis.data.regions import Region
 from hiresvis.data.split import split_fraction
 from hiresvis.errors import DataError, Problem
 
@@ -27,14 +28,15 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image file and what is known about it.
+    """One image file, or a region of it, and what is known about it.
 
     Attributes:
         path: where the file is.
         label: index into the classes; None where the label is not known (prediction).
         row: the place for messages: `train.csv:17`, or the path.
         group: patient, slide or site; never on both sides of a split.
-        name: the path below the folder or as the table writes it, with forward slashes.
+        name: the path below the folder or as the table writes it, with forward slashes; with the region, where there is one.
+        region: the part of the file that the sample is; None: all of it.
     """
 
     path: Path
@@ -42,6 +44,12 @@ class Sample:
     row: str
     group: str | None = None
     name: str = ""
+    region: Region | None = None
+
+    @property
+    def title(self) -> str:
+        """What tells it from all others, for people: the path, with the region where there is one."""
+        return str(self.path) if self.region is None else f"{self.path}[{self.region}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ def load_datasets(
     label_column: str = "label",
     split_column: str | None = None,
     group_column: str | None = None,
+    region_columns: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
     seed: int = 0,
     unseen: str = "error",
@@ -114,6 +123,7 @@ def load_datasets(
         test: another one, or None.
         image_column, label_column, split_column, group_column: columns of the manifests. Where `split_column` is given, the manifest
             `train` holds all splits, and a `val` that is a share applies only when no row says val.
+        region_columns: columns of the manifests with x, y, width and height of the part of the file that a row means.
         classes: ordered class names; None: the sorted names found in `train`.
         seed: of the held-out share.
         unseen: "error" or "drop": what to do with labels of val and test that train lacks.
@@ -121,7 +131,7 @@ def load_datasets(
     Raises:
         DataError: with everything that was found, places and counts.
     """
-    reader = _Reader(image_column, label_column, group_column)
+    reader = _Reader(image_column, label_column, group_column, region_columns)
     scans, unread = _read_sources(reader, {"train": train, "val": val, "test": test}, split_column)
     if unread:
         raise DataError(unread)
@@ -161,6 +171,7 @@ def load_dataset(
     classes: Sequence[str],
     image_column: str = "path",
     label_column: str = "label",
+    region_columns: Sequence[str] | None = None,
     unseen: str = "error",
 ) -> Dataset:
     """Reads one labelled source against classes that are fixed already (the evaluate command).
@@ -168,7 +179,7 @@ def load_dataset(
     Raises:
         DataError: as `load_datasets`.
     """
-    scan = _Reader(image_column, label_column, None).read(source, None)
+    scan = _Reader(image_column, label_column, None, region_columns).read(source, None)
     problems: list[Problem] = []
     findings: list[Problem] = []
     kept = _without_unseen(scan, "data", tuple(classes), unseen, findings, problems)
@@ -208,6 +219,7 @@ class _Reader:
     image_column: str
     label_column: str
     group_column: str | None
+    region_columns: Sequence[str] | None
 
     def read(self, source: Path, split_column: str | None) -> Scan:
         if not source.exists():
@@ -219,6 +231,11 @@ class _Reader:
                 raise DataError(
                     f"data.group names the column {self.group_column!r}, and {source} is a folder; give a csv manifest or remove data.group"
                 )
+            if self.region_columns is not None:
+                columns = ", ".join(self.region_columns)
+                raise DataError(
+                    f"data.region names the columns {columns}, and {source} is a folder; give a csv manifest or remove data.region"
+                )
             return scan_class_folders(source)
         if source.suffix.lower() not in MANIFEST_SUFFIXES:
             known = "a folder of class folders, a .csv or a .tsv manifest"
@@ -229,6 +246,7 @@ class _Reader:
             label_column=self.label_column,
             group_column=self.group_column,
             split_column=split_column,
+            region_columns=self.region_columns,
         )
         if problems:
             raise DataError(limited(problems))
@@ -356,7 +374,7 @@ def _to_dataset(scan: Scan, classes: tuple[str, ...]) -> Dataset:
 
 def _to_sample(entry: Entry, index: Mapping[str, int]) -> Sample:
     label = None if entry.label is None else index[entry.label]
-    return Sample(entry.path, label, entry.row, entry.group, entry.name)
+    return Sample(entry.path, label, entry.row, entry.group, entry.name, entry.region)
 
 
 def _skipped_text(scan: Scan) -> str:

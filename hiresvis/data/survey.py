@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hiresvis.data.decode import Header, decode, probe
+from hiresvis.data.decode import open_image, probe
+from hiresvis.data.header import Header
+from hiresvis.data.regions import Region
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Scale
 from hiresvis.errors import DataError, Problem
 
 NUM_HEADERS = 64
 NUM_IMAGES = 16
+_MIDDLE_PX = 2048
 _VALUES_PER_IMAGE = 100_000
 _PERCENTILES = (0.1, 99.9)
 
@@ -82,6 +85,14 @@ def resolve_scale(
     return Scale("range", low, high), f"percentiles {_PERCENTILES[0]} and {_PERCENTILES[1]} of {' and '.join(sorted(dtypes))} values"
 
 
+def any_deep_images(samples: Sequence[Sample], max_pixels: int) -> bool:
+    """Whether some of up to 64 images spread over the samples have more than 8 bits a value."""
+    try:
+        return any(header.bits > 8 for _, header in _headers(samples, max_pixels))
+    except DataError:  # none can be read: whoever reads them says so
+        return False
+
+
 def _headers(samples: Sequence[Sample], max_pixels: int) -> list[tuple[Sample, Header]]:
     """Headers of samples spread evenly over the list; unreadable files are the check's business."""
     found = []
@@ -103,12 +114,19 @@ def _spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
     return [samples[position * len(samples) // limit] for position in range(limit)]
 
 
+def _middle(size: tuple[int, int]) -> Region:
+    """At most 2048 px a side: of what is read in parts there is no need to read more."""
+    height, width = (min(side, _MIDDLE_PX) for side in size)
+    return Region((size[1] - width) // 2, (size[0] - height) // 2, width, height)
+
+
 def _values(samples: Sequence[Sample], max_pixels: int, background: tuple[int, int, int]) -> tuple[np.ndarray, set[str]]:
     """Values of some images, evenly picked, and their types."""
     parts, dtypes = [], set()
     for sample in _spread(samples, NUM_IMAGES):
         try:
-            array = decode(sample.path, max_pixels=max_pixels, background=background)
+            with open_image(sample.path, max_pixels=max_pixels, background=background, region=sample.region) as image:
+                array = image.read_window(_middle(image.size)) if image.tiled else image.read()
         except DataError:
             continue
         flat = array.reshape(-1)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import tifffile
 
+from hiresvis.data import photos
 from hiresvis.data.colours import blend, cmyk_to_rgb, largest, plain_numbers, through_palette
 from hiresvis.data.header import ORIENTATION_TAG, Header, first_line, millions, refuse, refuse_too_large
-from hiresvis.data.photos import simplejpeg
 from hiresvis.data.regions import Region, Size, whole
 from hiresvis.errors import DataError
 
+Page = Any  # tifffile.TiffPage, or TiffFrame, which is one without tags of its own
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CHANNELS_PER_PIXEL = 4  # up to these, max_pixels counts pixels alone; a file with more takes memory in proportion, and counts so
 _FAX_COMPRESSIONS = frozenset({2, 3, 4})
@@ -62,7 +64,7 @@ class Tiff:
         """
         series, size = self._series[level], self.levels[level]
         in_parts = region != whole(size) and _has_plain_pages(series)
-        height, width = region.size if in_parts and math.prod(series.keyframe.chunked) > 1 else size
+        height, width = region.size if in_parts and math.prod(series.keyframe.chunked) > series.keyframe.shaped[0] else size
         what = "is" if level == 0 and (height, width) == size else "would be read as" if (height, width) == size else "has a region of"
         refuse_too_large(self._path, width, height, max_pixels, what)
         counted = int(height * width * self._counted)
@@ -90,7 +92,7 @@ class Tiff:
             if region == whole(size) or not _has_plain_pages(series):
                 array = self._read_whole(series)[region.slices]
             else:
-                array = np.concatenate([self._read_part(page, region) for page in series.pages], axis=2)
+                array = np.concatenate([self._read_part(page, region) for page in series.pages if page is not None], axis=2)
             array = plain_numbers(array, self._path)
             return _in_colour(array, series.keyframe, self._path, background, is_whole=region == whole(size))
 
@@ -99,29 +101,30 @@ class Tiff:
             if page is None or page.keyframe is None:
                 refuse(self._path, "lacks one of its pages")
             frame = page.keyframe
-            numbers = range(max(math.prod(frame.chunked), len(page.dataoffsets)))
+            numbers = range(max(math.prod(frame.chunked), min(len(page.dataoffsets), len(page.databytecounts))))
             _check_places(page, numbers, self._tiff.filehandle.size, self._path)
             if frame.is_contiguous and sum(page.databytecounts) < frame.nbytes:
                 refuse(self._path, f"holds {sum(page.databytecounts)} bytes of pixels where its header claims {frame.nbytes}")
-        _check_numbers(series.keyframe, self._path)
-        for page in series.pages:
-            for number, _ in self._checked_parts(page, range(len(page.dataoffsets)) if _is_strict_jpeg(page.keyframe) else ()):
-                del number
+            _check_numbers(frame, self._path)
+            if _is_strict_jpeg(frame):
+                deque(self._checked_parts(page, numbers), maxlen=0)
         array = series.asarray(maxworkers=1)  # threads of our own make the parallelism
         return _channels_last(array, series.axes)
 
-    def _read_part(self, page: tifffile.TiffPage, region: Region) -> np.ndarray:
+    def _read_part(self, page: Page, region: Region) -> np.ndarray:
         """(height, width, samples) of one page, from the tiles or strips that the region touches."""
         frame = page.keyframe
         planes, _, _, _, samples = frame.shaped
         numbers = _parts_touched(frame, region)
         _check_places(page, numbers, self._tiff.filehandle.size, self._path)
-        if int(frame.compression) in _FAX_COMPRESSIONS:
+        fax = int(frame.compression) in _FAX_COMPRESSIONS
+        if fax:
             _check_numbers(frame, self._path)
         out = np.empty((planes, *region.size, samples), frame.dtype)
         for number, data in self._checked_parts(page, numbers):
             part, (plane, _, top, left, _), _ = frame.decode(data, number, jpegtables=page.jpegtables, jpegheader=frame.jpegheader)
-            if part.dtype != frame.dtype:
+            assert part is not None, "it has its bytes"
+            if part.dtype != frame.dtype and not fax:  # whose bits come as bytes of 0 and 1
                 refuse(self._path, f"holds {part.dtype} pixels where its header says {frame.dtype}")
             above, before = max(region.y - top, 0), max(region.x - left, 0)
             part = part[0, above : region.y + region.height - top, before : region.x + region.width - left]
@@ -129,7 +132,7 @@ class Tiff:
             out[plane, row : row + part.shape[0], column : column + part.shape[1]] = part
         return np.ascontiguousarray(out.transpose(1, 2, 0, 3)).reshape(*region.size, planes * samples)
 
-    def _checked_parts(self, page: tifffile.TiffPage, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    def _checked_parts(self, page: Page, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """(number, bytes) of tiles or strips. JPEG is held to the same as JPEG alone, at the cost of its Huffman part."""
         frame, tables = page.keyframe, page.jpegtables
         strict = _is_strict_jpeg(frame)
@@ -138,11 +141,10 @@ class Tiff:
             self._tiff.filehandle.seek(page.dataoffsets[number])
             data = self._tiff.filehandle.read(page.databytecounts[number])
             if strict:
-                try:
-                    whole_jpeg = tables[:-2] + data[2:] if tables else data
-                    simplejpeg.decode_jpeg(whole_jpeg, "CMYK" if samples == 4 else "GRAY", min_factor=8, strict=True)
-                except ValueError as error:
-                    refuse(self._path, f"holds a damaged JPEG as tile or strip {number}: {first_line(error)}", error)
+                jpeg = tables[:-2] + data[2:] if tables else data
+                damage = photos.jpeg_damage(jpeg, "CMYK" if samples == 4 else "GRAY")
+                if damage is not None:
+                    refuse(self._path, f"holds a damaged JPEG as tile or strip {number}: {damage}")
             yield number, data
 
     @staticmethod
@@ -172,9 +174,7 @@ def _header(series: tifffile.TiffPageSeries, path: Path) -> Header:
         refuse(path, f"is a stack of pictures (axes {series.axes}, shape {series.shape}); save one as a file of its own")
     samples = sizes.get("S", 1) * sizes.get("C", 1)
     channels = 3 if photometric in ("palette", "separated") else samples - _num_alpha(page)
-    return Header(
-        sizes["X"], sizes["Y"], f"{photometric} {series.dtype}", int(page.bitspersample), orientation, "TIFF", channels
-    )
+    return Header(sizes["X"], sizes["Y"], f"{photometric} {series.dtype}", int(page.bitspersample), orientation, "TIFF", channels)
 
 
 def _size(series: tifffile.TiffPageSeries) -> Size:
@@ -225,7 +225,7 @@ def _parts_touched(frame: tifffile.TiffPage, region: Region) -> list[int]:
     ]
 
 
-def _check_places(page: tifffile.TiffPage, numbers: Iterable[int], file_bytes: int, path: Path) -> None:
+def _check_places(page: Page, numbers: Iterable[int], file_bytes: int, path: Path) -> None:
     """Tiles or strips have their place in the file: what has none would come back as zeros, or grey."""
     offsets, counts = page.dataoffsets, page.databytecounts
     known = min(len(offsets), len(counts))
@@ -251,10 +251,10 @@ def _check_numbers(page: tifffile.TiffPage, path: Path) -> None:
 
 
 def _is_strict_jpeg(frame: tifffile.TiffPage) -> bool:
-    """JPEG that the strict decoder reads; what it does not read is left to tifffile's."""
+    """JPEG that the strict decoder reads; others are left to tifffile's."""
     samples = 1 if int(frame.planarconfig) == 2 else int(frame.samplesperpixel)
     kind = int(frame.compression) == 7 and int(frame.bitspersample) == 8 and not frame.jpegheader
-    return simplejpeg is not None and kind and samples in (1, 3, 4)
+    return kind and samples in (1, 3, 4)
 
 
 def _num_alpha(page: tifffile.TiffPage) -> int:
@@ -262,9 +262,7 @@ def _num_alpha(page: tifffile.TiffPage) -> int:
     return 1 if page.extrasamples and int(page.extrasamples[-1]) in (1, 2) else 0
 
 
-def _in_colour(
-    array: np.ndarray, page: tifffile.TiffPage, path: Path, background: tuple[int, int, int], *, is_whole: bool
-) -> np.ndarray:
+def _in_colour(array: np.ndarray, page: tifffile.TiffPage, path: Path, background: tuple[int, int, int], *, is_whole: bool) -> np.ndarray:
     """Samples to channels."""
     photometric = int(page.photometric)
     if photometric == 0:  # white is zero

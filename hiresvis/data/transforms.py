@@ -2,7 +2,8 @@
 
 Everything here is a pure function of its input (and a seed), so the same file gives the same array in training, evaluation and
 prediction, in whatever process. Shrinking always averages areas: plain interpolation would alias away the small things that large
-images are used for. Augmentation comes after the resize, at the model's size.
+images are used for. With crop and tile the array is a window already, which is padded where the image is smaller and never resized.
+Augmentation comes last, at the model's size.
 
 albumentations (2.0.8, the last release under MIT) stays behind `Augment`; no other module imports it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,10 +22,13 @@ from typing import Any
 import cv2
 import numpy as np
 
+from hiresvis.data.regions import Region, num_windows, window_start
 from hiresvis.errors import DataError, Problem, RecipeError
 
-FITS = ("resize", "letterbox")
+FITS = ("resize", "letterbox", "crop", "tile")
+OVERLAP = 0.25  # of a window, with fit: tile
 ENLARGING = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
+_WINDOW_STREAM = 1  # beside the sample's own stream, which augmentation draws from
 AUGMENTS = ("none", "light", "standard", "heavy")
 
 
@@ -73,11 +78,14 @@ class Preprocess:
 
     Attributes:
         image_size: (height, width) of the result.
-        fit: "resize" (the whole image, stretched to the size) or "letterbox" (the whole image, its shape kept, padded in the middle).
+        fit: "resize" (the whole image, stretched to the size), "letterbox" (the whole image, its shape kept, padded in the middle), "crop"
+            (a window of this size at full resolution: anywhere in training, else the middle) or "tile" (windows of this size: one anywhere
+            in training, else as many as cover the image).
         background: RGB of the padding, 0 to 255; also laid under transparent pixels by the decoder.
         in_chans: channels of the result; one channel is repeated to three, other differences are errors.
         scale: number range.
         interpolation: for enlarging alone, "bilinear" or "bicubic".
+        overlap: share of a window, 0 to below 1, that neighbours of fit "tile" have in common at least.
     """
 
     image_size: tuple[int, int]
@@ -86,18 +94,50 @@ class Preprocess:
     in_chans: int = 3
     scale: Scale = field(default_factory=Scale)
     interpolation: str = "bilinear"
+    overlap: float = OVERLAP
 
     def __post_init__(self) -> None:
         assert self.fit in FITS, self.fit
         assert self.interpolation in ENLARGING, self.interpolation
+        assert 0 <= self.overlap < 1, self.overlap
 
     @property
-    def draft_px(self) -> tuple[int, int]:
-        """(height, width) below which a draft decode must not go."""
-        return self.image_size
+    def in_windows(self) -> bool:
+        """The model sees windows at full resolution, not the whole image reduced."""
+        return self.fit in ("crop", "tile")
+
+    @property
+    def draft_px(self) -> tuple[int, int] | None:
+        """(height, width) below which a draft decode must not go; None: nothing is reduced."""
+        return None if self.in_windows else self.image_size
+
+    def num_windows(self, height: int, width: int) -> int:
+        """How many arrays stand for one image in evaluation and prediction."""
+        return math.prod(self._grid(height, width))
+
+    def window(self, height: int, width: int, number: int = 0) -> Region:
+        """One of the windows of evaluation and prediction, row by row: the middle (crop), or the grid's (tile)."""
+        tall, wide = (min(pair) for pair in zip((height, width), self.image_size, strict=True))
+        if self.fit == "crop":
+            return Region((width - wide) // 2, (height - tall) // 2, wide, tall)
+        row, column = divmod(number, self._grid(height, width)[1])
+        left = window_start(width, self.image_size[1], self.overlap, column)
+        return Region(left, window_start(height, self.image_size[0], self.overlap, row), wide, tall)
+
+    def random_window(self, height: int, width: int, seed: int) -> Region:
+        """The window of one training sample: every place equally likely; the same seed gives the same place in any process."""
+        tall, wide = (min(pair) for pair in zip((height, width), self.image_size, strict=True))
+        rng = np.random.default_rng(np.random.SeedSequence([seed, _WINDOW_STREAM]))
+        return Region(int(rng.integers(width - wide + 1)), int(rng.integers(height - tall + 1)), wide, tall)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of windows."""
+        if self.fit != "tile":
+            return 1, 1
+        return num_windows(height, self.image_size[0], self.overlap), num_windows(width, self.image_size[1], self.overlap)
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """(height, width, channels) of any size to (h, w, in_chans), uint8 or float32 in 0 to 1.
+        """(height, width, channels) of any size (with crop and tile: of a window) to (h, w, in_chans), uint8 or float32 in 0 to 1.
 
         Raises:
             DataError: the channels do not match the model, or floats are outside the range. The caller knows the file's name.
@@ -106,6 +146,7 @@ class Preprocess:
         self.check_channels(channels)
         self.scale.check(array)
         height, width = self.fitted_size(*array.shape[:2])
+        assert not self.in_windows or (height, width) == array.shape[:2], (array.shape, self.image_size)
         array = self.scale.apply(resize(array, height, width, self.interpolation))
         if channels != self.in_chans:
             array = np.repeat(array, self.in_chans, axis=2)
@@ -124,16 +165,20 @@ class Preprocess:
             )
 
     def fitted_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that an image takes up in the result."""
+        """(height, width) that an image takes up in the result; with crop and tile, that a window of it does."""
         if self.fit == "resize":
             return self.image_size
+        if self.in_windows:
+            return min(height, self.image_size[0]), min(width, self.image_size[1])
         ratio = min(self.image_size[0] / height, self.image_size[1] / width)
         return tuple(max(1, min(limit, round(size * ratio))) for size, limit in zip((height, width), self.image_size, strict=True))  # type: ignore[return-value]
 
     def share_kept(self, height: int, width: int) -> float:
-        """Share of the image's area that the model sees: 1 for both fits, which cut nothing off."""
-        del height, width
-        return 1.0
+        """Share of the image's area that the model sees in evaluation: less than 1 only with crop, which leaves out what is around."""
+        if self.fit != "crop":
+            return 1.0
+        tall, wide = self.fitted_size(height, width)
+        return tall * wide / (height * width)
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         if array.shape[:2] == self.image_size:
@@ -167,19 +212,10 @@ def _resize(array: np.ndarray, size: tuple[int, int], method: int) -> np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Preprocess, then augment: what one training sample goes through after decoding."""
+    """Preprocess, then augment: what one training sample goes through after decoding (see `loader.load_sample`)."""
 
     preprocess: Preprocess
     augment: Augment | None = None
-
-    def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
-        """(height, width, channels) to (h, w, in_chans); the same seed gives the same result in any process.
-
-        Raises:
-            DataError: see `Preprocess`.
-        """
-        array = self.preprocess(array)
-        return array if self.augment is None else self.augment(array, seed)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

@@ -22,7 +22,7 @@ Effect = Literal["refused", "none", "taken"]
 _REFUSED = frozenset(
     {
         "task",
-        *(f"data.{name}" for name in ("classes", "channels", "scale", "fit", "background", "max_pixels", "balance", "augment")),
+        *(f"data.{name}" for name in ("classes", "channels", "scale", "fit", "overlap", "background", "max_pixels", "balance", "augment")),
         *(f"model.{name}" for name in ("name", "pretrained", "init_from", "image_size", "adapt", "freeze", "norm", "drop_path")),
         *(f"memory.{name}" for name in ("precision", "channels_last", "compile")),
         *(f"optim.{name}" for name in ("name", "weight_decay", "layer_decay", "loss", "mixup", "cutmix")),

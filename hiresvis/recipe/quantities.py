@@ -150,6 +150,21 @@ def warmup() -> Kind:
     return Kind(parse, schema, lambda value: value if isinstance(value, int) else dump_share(value))
 
 
+def share(*, below: float) -> Kind:
+    """A share from 0 to below `below`: `25%`, 0.25."""
+    expected = f"a share such as 25% or 0.25, from 0 to below {dump_share(below)}"
+
+    def parse(value: Any) -> float:
+        percent = _percent(value) if isinstance(value, str) else None
+        found = percent if percent is not None else finite(value, expected)
+        if not 0 <= found < below:
+            raise ValueError(f"{shown(value)} is not below {dump_share(below)} and at least 0%; give {expected}")
+        return float(found)
+
+    number = {"type": "number", "minimum": 0, "exclusiveMaximum": below}
+    return Kind(parse, {"anyOf": [number, {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}]}, dump_share)
+
+
 def path_or_share() -> Kind:
     """A path, or a share in (0, 1) of the training images."""
     expected = "a path, or a share such as 0.15"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
+from hiresvis.recipe.quantities import dump_share
 from hiresvis.recipe.schema import Recipe
 
 
@@ -27,6 +28,10 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     """
     yield from _manifest_columns(recipe, given)
     yield from _splits(recipe, given)
+    data = recipe.data
+    if data.fit != "tile" and dump_share(data.overlap) != type(data).model_fields["overlap"].default:
+        message = f"{dump_share(data.overlap)} beside data.fit: {data.fit}, which has no neighbours; delete it, or set data.fit: tile"
+        yield BrokenRule("data.overlap", message, ("data.fit",))
     micro_batch, batch = recipe.memory.micro_batch, recipe.train.batch
     if isinstance(micro_batch, int) and isinstance(batch, int) and micro_batch > batch:
         message = f"{micro_batch} is above train.batch, {batch}; give at most {batch}, or a larger batch"
@@ -43,15 +48,16 @@ def _is_manifest(value: Any) -> bool:
 def _manifest_columns(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     data = recipe.data
     if not any(_is_manifest(value) for value in (data.train, data.val, data.test)):
-        for column in ("image", "label", "split", "group"):
+        for column in ("image", "label", "split", "group", "region"):
             name = getattr(data, column)
             if f"data.{column}" in given and name != type(data).model_fields[column].default:
+                name = ", ".join(name) if isinstance(name, tuple) else name
                 message = f"{name} names a manifest column, and data.train ({data.train}) is no .csv; give one, or delete this key"
                 yield BrokenRule(f"data.{column}", message, ("data.train", "data.val", "data.test"))
         return
     columns: dict[str, str] = {}
-    for column in ("image", "label", "split", "group"):
-        name = getattr(data, column)
+    named = [(column, getattr(data, column)) for column in ("image", "label", "split", "group")]
+    for column, name in [*named, *(("region", part) for part in data.region or ())]:
         if name is not None and name in columns:
             yield BrokenRule(f"data.{column}", f"{name} is also the column of data.{columns[name]}; give each its own")
         elif name is not None:

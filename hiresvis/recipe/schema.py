@@ -40,6 +40,9 @@ class Data(Section):
     group: Annotated[str | None, values.text(nullable=True)] = _key(
         None, "Manifest column with the patient, slide or site: never on both sides of a split."
     )
+    region: Annotated[tuple[str, str, str, str] | None, structures.columns("x", "y", "width", "height")] = _key(
+        None, "Manifest columns with x, y, width and height of the part of the image that a row means, in its own pixels as shown."
+    )
     classes: Annotated[Auto | tuple[str, ...], structures.names(word="auto")] = _key(
         "auto", "Class names in order; auto: those of train, sorted. Saved with the model."
     )
@@ -47,11 +50,14 @@ class Data(Section):
     scale: Annotated[str | tuple[float, float], structures.scale()] = _key(
         "auto", "How pixel values become 0..1: by type, by percentile, or [lo, hi]. Recorded, and reused by predict."
     )
-    fit: Annotated[Literal["resize", "letterbox"], values.choice("resize", "letterbox", later=("crop", "tile"))] = _key(
-        "resize", "How an image meets image_size: the whole image resized, or resized with its shape kept and padded."
+    fit: Annotated[Literal["resize", "letterbox", "crop", "tile"], values.choice("resize", "letterbox", "crop", "tile")] = _key(
+        "resize",
+        "How an image meets image_size: resize (the whole), letterbox (its shape kept, padded), or windows of full resolution: crop (one), "
+        "tile (one in training, in evaluation all, their logits averaged).",
     )
+    overlap: Annotated[float, quantities.share(below=1)] = _key("25%", "With fit: tile, the share of a window that neighbours share.")
     background: Annotated[tuple[int, int, int], structures.colour()] = _key(
-        "white", "Colour under transparent pixels and around letterboxes."
+        "white", "Colour under transparent pixels and around images that do not fill image_size."
     )
     bad_images: Annotated[Literal["error", "skip"], values.choice("error", "skip", later=("quarantine",))] = _key(
         "error", "What an unreadable training image does: ends the run, or is left out and counted."

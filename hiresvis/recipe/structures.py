@@ -89,6 +89,23 @@ def names(*, word: str | None = None, low: int = 1) -> Kind:
     return Kind(parse, any_of((word,) if word else (), False, array), lambda value: list(value) if isinstance(value, tuple) else value)
 
 
+def columns(*parts: str) -> Kind:
+    """Null, or as many different names of columns as there are parts, in their order, as a tuple."""
+    expected = f"null, or a list of {len(parts)} names of columns: [{', '.join(parts)}]"
+    listed = names(low=len(parts))
+
+    def parse(value: Any) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if isinstance(value, list | tuple) and len(value) != len(parts):
+            raise ValueError(f"{shown(value)} has {len(value)} names; give {expected}")
+        found: tuple[str, ...] = listed.parse(value)
+        return found
+
+    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": len(parts), "maxItems": len(parts)}
+    return Kind(parse, any_of((), True, schema), lambda value: None if value is None else list(value))
+
+
 def all_of(*words: str, later: Sequence[str] = ()) -> Kind:
     """A list that has each of these words once, in any order, as a tuple: nothing of it can be chosen yet, only named."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hiresvis.train.batches import fetch
+from hiresvis.train.joining import WindowJoin
 from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.metrics import compute_metrics
 from hiresvis.train.step import LossFn, TrainStep
@@ -59,7 +60,7 @@ def evaluation_steps(
 ) -> Generator[tuple[int, int], None, Evaluation]:
     """Evaluates a split batch by batch, in eval mode; every module's mode and the random state are put back.
 
-    Losses are taken in float32 from the logits, sums and metrics on the CPU over the whole split.
+    Losses are taken in float32 from the logits (of an image in windows: their mean), sums and metrics on the CPU over the whole split.
 
     Args:
         step: its model and precision are used; nothing is trained.
@@ -77,11 +78,13 @@ def evaluation_steps(
     logits_of: list[Tensor] = []
     targets_of: list[Tensor] = []
     indices: list[int] = []
+    join = WindowJoin()
     with eval_mode(step.model):
         for done, item in enumerate(fetch(loader), start=1):
-            logits_of.append(step.predict(item.images).cpu())
-            targets_of.append(item.targets)
-            indices.extend(int(index) for index in item.indices)
+            complete, joined, labels = join.add(item, step.predict(item.images).cpu())
+            logits_of.append(joined)
+            targets_of.append(labels)
+            indices.extend(int(index) for index in complete)
             yield done, len(loader)
     if not indices:
         raise ValueError("the split to evaluate is empty")
