@@ -280,7 +280,9 @@ def _spread_of(values: Sequence[float]) -> list[float]:
 
 
 def _shrink(preprocess: Preprocess, height: int, width: int) -> float:
-    """Stored pixels to one of the model's, along the axis that loses more."""
+    """Stored pixels to one of the model's, along the axis that loses more; windows keep every pixel as it is."""
+    if preprocess.in_windows:
+        return 1.0
     fitted = preprocess.fitted_size(height, width)
     return round(max(height / fitted[0], width / fitted[1]), 3)
 

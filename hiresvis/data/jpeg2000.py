@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import cv2
 import imagecodecs
 import numpy as np
 
@@ -21,7 +20,7 @@ from hiresvis.data.header import Header, first_line, refuse
 
 _STREAM = b"\xff\x4f\xff\x51"
 STARTS = (b"\0\0\0\x0cjP  \r\n\x87\n", _STREAM)
-_CMYK, _SYCC = 12, 18  # of the colour box's enumerated spaces
+_CMYK = 12  # of the colour box's enumerated spaces; sYCC becomes RGB in the codec
 _MOST_COMPONENTS = 16384  # of the standard
 
 
@@ -70,9 +69,6 @@ def decode_pixels(file: BinaryIO, path: Path, background: tuple[int, int, int]) 
     array = stretch(array, facts.bits) if array.dtype.kind == "u" and facts.bits <= 16 else plain_numbers(array, path)
     if facts.colours == _CMYK:
         return cmyk_to_rgb(array)
-    if facts.colours == _SYCC and facts.components >= 3:
-        colour = cv2.cvtColor(np.ascontiguousarray(array[..., [0, 2, 1]]), cv2.COLOR_YCrCb2RGB)
-        array = np.concatenate([colour, array[..., 3:]], axis=2)
     if facts.alpha is not None:
         array = blend(array[..., :-1], array[..., -1:], background, premultiplied=False)
     return array

@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 import tifffile
 from PIL import Image
 
+from hiresvis.data import photos
 from hiresvis.data.check import CACHE_NAME, check_datasets
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.sources import Datasets, load_datasets
@@ -47,9 +49,10 @@ def test_sound_data_gives_counts_and_no_error(folders: tuple[Path, Path]) -> Non
 
 def test_every_extension_is_listed_and_decoded_whatever_its_case(tmp_path: Path, save_image: Callable[..., Path]) -> None:
     """Files of each extension in small and capital letters, as encoders write them: none is passed over, and all are sound."""
+    pillow_heif.register_heif_opener()
     for number, suffix in enumerate(sorted(IMAGE_EXTENSIONS)):
         for form in (suffix, suffix.upper()):
-            kind = Image.registered_extensions()[suffix]
+            kind = {".heic": "HEIF", ".heif": "HEIF", ".svs": "TIFF"}.get(suffix) or Image.registered_extensions()[suffix]
             save_image(tmp_path / "train" / "ab"[number % 2] / f"image{form}", seed=number, format=kind)
     save_image(tmp_path / "train" / "a" / "film.gif")
     report = check_datasets(load_datasets(tmp_path / "train", 0.3), max_pixels=LIMIT)
@@ -151,6 +154,72 @@ def test_stretching_is_told_with_the_ways_out(folders: tuple[Path, Path]) -> Non
     assert any("6 of 6 images change their shape" in problem.message for problem in report.warnings)
     assert report.splits["train"]["shrink"] == [2, 2, 2]
     assert not check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((16, 16), "letterbox")).warnings
+
+
+def test_crop_that_drops_most_of_the_images_is_told_with_the_ways_out(folders: tuple[Path, Path]) -> None:
+    """24 x 32 at 8 x 8 keeps a twelfth; a larger window, and tile, warn of nothing; the share kept is stated."""
+    datasets = load_datasets(*folders)
+    report = check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((8, 8), "crop"))
+    assert any("6 of 6 images lose more than half" in problem.message and "keeps 8%" in problem.message for problem in report.warnings)
+    assert report.splits["train"]["share_kept"] == pytest.approx([1 / 12] * 3)
+    assert report.splits["train"]["shrink"] == [1, 1, 1]
+    assert not check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((20, 32), "crop")).warnings
+    tiled = check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((8, 8), "tile", overlap=0.5))
+    assert not tiled.warnings
+    assert (tiled.splits["train"]["share_kept"], tiled.splits["train"]["windows"]) == ([1, 1, 1], [35, 35, 35])
+
+
+class TestRegions:
+    def table(self, folder: Path, rows: list[str], name: str = "t.csv") -> Path:
+        (folder / name).write_text("path,label,x,y,w,h\n" + "".join(f"{row}\n" for row in rows))
+        return folder / name
+
+    def test_each_region_is_held_to_the_image_and_told_by_its_row(self, tmp_path: Path, save_image: Callable[..., Path]) -> None:
+        """One outside of the picture, of a plain file and of a tiled one; sizes are the regions'."""
+        save_image(tmp_path / "p.png")
+        tifffile.imwrite(tmp_path / "t.tif", np.zeros((64, 64, 3), np.uint8), photometric="rgb", tile=(16, 16))
+        rows = ["p.png,a,0,0,32,24", "p.png,b,20,0,13,24", "t.tif,a,0,0,10,12", "t.tif,b,0,60,10,5", "p.png,a,8,8,4,6"]
+        train = self.table(tmp_path, rows)
+        val = self.table(tmp_path, ["t.tif,a,32,32,9,9", "t.tif,b,5,5,4,4"], "v.csv")
+        datasets = load_datasets(train, val, region_columns=("x", "y", "w", "h"))
+        report = check_datasets(datasets, max_pixels=LIMIT)
+        assert [problem.place for problem in report.errors] == ["t.csv:3", "t.csv:5"]
+        assert "has 32 x 24 px, and the region x 20, y 0, 13 x 24 px is not inside of that" in report.errors[0].message
+        assert report.splits["val"]["height"] == [4, 6.5, 9]
+        assert any("1 files have regions in more than one split; the first: " in problem.message for problem in report.warnings)
+
+    def test_a_file_is_decoded_once_and_remembered_for_all_its_regions(
+        self, tmp_path: Path, save_image: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Forty regions of a PNG cost one decode, and none the second time; another region is looked at."""
+        save_image(tmp_path / "p.png", size=(64, 64))
+        calls: list[str] = []
+        whole = photos.decode_pixels
+        monkeypatch.setattr(photos, "decode_pixels", lambda *given: (calls.append(given[1].name), whole(*given))[1])
+        rows = [f"p.png,{'ab'[number % 2]},{number},0,20,20" for number in range(40)]
+
+        def check(some: list[str]) -> int:
+            datasets = load_datasets(self.table(tmp_path, some), 0.2, region_columns=("x", "y", "w", "h"))
+            assert not check_datasets(datasets, max_pixels=LIMIT, cache_folder=tmp_path / "cache", threads=1).errors
+            return len(calls)
+
+        assert [check(rows), check(rows), check([*rows, "p.png,a,44,44,20,20"])] == [1, 1, 2]
+
+    def test_damage_in_a_tile_is_an_error_of_the_regions_that_touch_it(self, tmp_path: Path) -> None:
+        """The other regions of the file are sound, and stay so."""
+        rng = np.random.default_rng(0)
+        path = tmp_path / "t.tif"
+        tifffile.imwrite(path, rng.integers(0, 255, (64, 64, 3), np.uint8), photometric="rgb", tile=(32, 32), compression="zlib")
+        with tifffile.TiffFile(path) as tiff:
+            start = tiff.pages[0].dataoffsets[3]
+        data = bytearray(path.read_bytes())
+        data[start + 100 : start + 140] = bytes(40)
+        path.write_bytes(data)
+        train = self.table(tmp_path, ["t.tif,a,0,0,32,32", "t.tif,b,30,30,9,9", "t.tif,b,32,0,32,32"])
+        val = self.table(tmp_path, ["t.tif,a,40,40,20,20"], "v.csv")
+        datasets = load_datasets(train, val, region_columns=("x", "y", "w", "h"))
+        report = check_datasets(datasets, max_pixels=LIMIT)
+        assert [problem.place for problem in report.errors] == ["t.csv:3", "v.csv:2"]
 
 
 class TestCache:

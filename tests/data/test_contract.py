@@ -63,6 +63,18 @@ def test_contract_of_another_version_or_shape_is_refused(tmp_path: Path, change:
         Contract.read(path)
 
 
+def test_contract_of_a_run_before_there_were_windows_is_read(tmp_path: Path) -> None:
+    """What came later has a default, and means what such runs did."""
+    values = CONTRACT.to_json()
+    del values["overlap"]
+    (tmp_path / "contract.json").write_text(json.dumps(values), encoding="utf-8")
+    assert Contract.read(tmp_path / "contract.json") == CONTRACT
+    del values["fit"]
+    (tmp_path / "contract.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(RunFolderError, match=r"missing \['fit'\]"):
+        Contract.read(tmp_path / "contract.json")
+
+
 def test_missing_and_torn_contracts_are_refused(tmp_path: Path) -> None:
     """The message says what kind of folder was expected."""
     with pytest.raises(RunFolderError, match="is not the folder of a finished run"):

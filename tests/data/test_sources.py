@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hiresvis.data.regions import Region
 from hiresvis.data.sources import Datasets, load_dataset, load_datasets, load_unlabelled
 from hiresvis.errors import DataError
 
@@ -325,3 +326,55 @@ def test_unlabelled_files_and_folders_are_listed_in_order(make_folders: Callable
     assert [(sample.name, sample.label) for sample in found.samples] == [("one.png", None), ("x/000.png", None), ("x/001.png", None)]
     with pytest.raises(DataError, match=r"nowhere\.png  does not exist"):
         load_unlabelled([single, tmp_path / "nowhere.png"])
+
+
+class TestRegions:
+    """A row may mean a part of its file."""
+
+    COLUMNS = ("x", "y", "w", "h")
+
+    def load(self, folder: Path, rows: list[str], **options: object) -> Datasets:
+        table = write_table(folder / "t.csv", "path,label,x,y,w,h,slide\n" + "".join(f"{row}\n" for row in rows))
+        return load_datasets(table, 0.25, region_columns=self.COLUMNS, **options)  # type: ignore[arg-type]
+
+    def test_a_file_is_as_many_samples_as_it_has_regions(self, tmp_path: Path) -> None:
+        """Each with its own name and title, so that splits and fingerprints tell them apart."""
+        empty_files(tmp_path, ["s.tif"])
+        found = self.load(tmp_path, [f"s.tif,{'ab'[number % 2]},{number},0,10,20,1" for number in range(16)])
+        samples = [*found.train.samples, *found.val.samples]
+        assert len({sample.name for sample in samples}) == len({sample.title for sample in samples}) == 16
+        assert {sample.region for sample in samples} == {Region(number, 0, 10, 20) for number in range(16)}
+        assert (len(found.train), len(found.val)) == (12, 4)
+        moved = self.load(tmp_path, [f"s.tif,{'ab'[number % 2]},{number},1,10,20,1" for number in range(16)])
+        assert found.train.fingerprint() != moved.train.fingerprint()
+
+    def test_groups_keep_the_regions_of_a_slide_on_one_side(self, tmp_path: Path) -> None:
+        """The group's column decides, as for whole files."""
+        empty_files(tmp_path, ["s.tif", "t.tif", "u.tif", "v.tif"])
+        rows = [f"{name}.tif,{label},{number},0,10,20,{name}" for name in "stuv" for number, label in enumerate("abab")]
+        found = self.load(tmp_path, rows, group_column="slide")
+        sides = [{sample.path.name for sample in split.samples} for split in (found.train, found.val)]
+        assert sides[1]
+        assert not sides[0] & sides[1]
+
+    def test_bad_numbers_and_the_same_region_twice_are_told_by_row(self, tmp_path: Path) -> None:
+        """Everything at once; another region of the same file is no repetition, another spelling of its path is."""
+        empty_files(tmp_path, ["s.tif"])
+        rows = ["s.tif,a,0,0,10,10,1", "s.tif,b,1,0,10,10,1", "./s.tif,b,0,0,10.0,10,1", "s.tif,a,-1,0,1.5,0,1", "s.tif,a,,0,9,9,1"]
+        with pytest.raises(DataError) as caught:
+            self.load(tmp_path, rows)
+        assert [(problem.place, problem.message.split(";")[0]) for problem in caught.value.problems] == [
+            ("t.csv:4", "s.tif[0,0,10,10] is listed before, at t.csv:2 with label 'a'"),
+            ("t.csv:5", "-1 in column 'x' is below 0"),
+            ("t.csv:5", "'1.5' in column 'w' is not a whole number of pixels"),
+            ("t.csv:5", "0 in column 'h' is below 1"),
+            ("t.csv:6", "'' in column 'x' is not a whole number of pixels"),
+        ]
+
+    def test_missing_columns_are_named_with_the_key(self, tmp_path: Path) -> None:
+        """And folders have no columns."""
+        write_table(tmp_path / "t.csv", "path,label,x,y,w,hh\n")
+        with pytest.raises(DataError, match=r"data\.region  column 'h' is missing; did you mean 'hh'"):
+            load_datasets(tmp_path / "t.csv", 0.25, region_columns=self.COLUMNS)
+        with pytest.raises(DataError, match=r"data\.region names the columns x, y, w, h, and .* is a folder"):
+            load_datasets(tmp_path, 0.25, region_columns=self.COLUMNS)

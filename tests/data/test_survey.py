@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import imagecodecs
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import tifffile
 
+from hiresvis.data.regions import Region
 from hiresvis.data.sources import Sample
-from hiresvis.data.survey import resolve_channels, resolve_scale
+from hiresvis.data.survey import any_deep_images, resolve_channels, resolve_scale
 from hiresvis.data.transforms import Scale
 from hiresvis.errors import DataError
 
@@ -98,3 +100,24 @@ def test_8_bit_beside_16_bit_goes_by_type_and_flat_values_are_refused(write: Cal
     assert resolve_scale(write(ramp(0, 255, np.uint8), ramp(0, 4095, np.uint16)), "auto", max_pixels=LIMIT)[0] == Scale()
     with pytest.raises(DataError, match=r"all values looked at are 7"):
         resolve_scale(write(np.full((8, 8), 7, np.uint16)), "percentile", max_pixels=LIMIT)
+
+
+def test_of_a_tiled_image_the_middle_is_enough(tmp_path: Path, write: Callable[..., list[Sample]]) -> None:
+    """A slide above max_pixels has a number range all the same, and a region is measured for itself."""
+    array = np.zeros((3000, 3000), np.uint16)
+    array[476:2524, 476:2524] = ramp(1000, 5000, np.uint16)[:64, :64].repeat(32, axis=0).repeat(32, axis=1)
+    tifffile.imwrite(tmp_path / "slide.tif", array, tile=(256, 256), compression="zlib")
+    slide = Sample(tmp_path / "slide.tif", 0, "t.csv:2")
+    scale, _ = resolve_scale([slide], "auto", max_pixels=2048 * 2048)
+    assert scale.low >= 1000
+    assert 4000 < scale.high <= 5000
+    with pytest.raises(DataError, match="all values looked at are 0"):
+        resolve_scale([replace(slide, region=Region(0, 0, 400, 400))], "percentile", max_pixels=2048 * 2048)
+
+
+def test_depth_is_seen_in_headers(write: Callable[..., list[Sample]]) -> None:
+    """Any of the images looked at; none that can be read is no depth."""
+    shallow, deep = write(ramp(0, 255, np.uint8)), write(ramp(0, 255, np.uint8), ramp(0, 60_000, np.uint16))
+    assert not any_deep_images(shallow[:1], LIMIT)
+    assert any_deep_images(deep, LIMIT)
+    assert not any_deep_images([Sample(Path("none.png"), 0, "")], LIMIT)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hiresvis.data.transforms import Augment, Pipeline, Preprocess, Scale, make_augment, resize, sample_seed
+from hiresvis.data.regions import Region
+from hiresvis.data.transforms import Augment, Preprocess, Scale, make_augment, resize, sample_seed
 from hiresvis.errors import DataError, RecipeError
 
 
@@ -98,6 +102,57 @@ class TestPreprocess:
             Preprocess((8, 8), in_chans=in_chans)(np.zeros((8, 8, channels), np.uint8))
 
 
+class TestWindows:
+    def test_a_window_is_neither_enlarged_nor_reduced(self, picture: Callable[..., np.ndarray]) -> None:
+        """Crop and tile pass a full window as it is and lay a smaller image in the middle of the background."""
+        for fit in ("crop", "tile"):
+            preprocess = Preprocess((32, 48), fit, background=(10, 20, 30))
+            assert preprocess.draft_px is None
+            assert np.array_equal(preprocess(picture(32, 48)), picture(32, 48))
+            out = preprocess(picture(20, 48))
+            assert np.array_equal(out[6:26], picture(20, 48))
+            assert (out[:6] == (10, 20, 30)).all()
+            assert (out[26:] == (10, 20, 30)).all()
+
+    @given(
+        height=st.integers(1, 200), width=st.integers(1, 200), size=st.tuples(st.integers(1, 64), st.integers(1, 64)),
+        overlap=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 0.99]),
+    )  # fmt: skip
+    def test_windows_of_tile_cover_every_pixel_and_lie_inside(self, height: int, width: int, size: tuple[int, int], overlap: float) -> None:
+        """Any image, window and overlap: no pixel is lost, none is padded but where the image is smaller, neighbours share enough."""
+        preprocess = Preprocess(size, "tile", overlap=overlap)
+        seen = np.zeros((height, width), bool)
+        windows = [preprocess.window(height, width, number) for number in range(preprocess.num_windows(height, width))]
+        for window in windows:
+            assert window.fits((height, width))
+            assert window.size == (min(height, size[0]), min(width, size[1]))
+            seen[window.slices] = True
+        assert seen.all()
+        assert len(set(windows)) == len(windows)
+        for axis, side in (("x", size[1]), ("y", size[0])):
+            starts = sorted({getattr(window, axis) for window in windows})
+            assert all(later - earlier <= max(1, side * (1 - overlap) + 1e-6) for earlier, later in pairwise(starts))
+
+    def test_crop_takes_the_middle_and_says_what_it_keeps(self) -> None:
+        """The window of evaluation, and the share of the area that is left: tile keeps all, and so do the whole fits."""
+        crop = Preprocess((40, 60), "crop")
+        assert crop.window(100, 100) == Region(20, 30, 60, 40)
+        assert crop.num_windows(100, 100) == 1
+        assert crop.share_kept(100, 100) == pytest.approx(0.24)
+        assert crop.share_kept(30, 120) == pytest.approx(0.5)
+        assert crop.share_kept(30, 50) == 1
+        assert [Preprocess((40, 60), fit).share_kept(100, 100) for fit in ("resize", "letterbox", "tile")] == [1, 1, 1]
+
+    def test_places_of_training_windows_follow_from_the_seed_and_reach_every_corner(self) -> None:
+        """The same seed, the same place; many seeds, every place of a small image, borders included."""
+        for fit in ("crop", "tile"):
+            preprocess = Preprocess((8, 8), fit)
+            places = [preprocess.random_window(12, 10, seed) for seed in range(400)]
+            assert places == [preprocess.random_window(12, 10, seed) for seed in range(400)]
+            assert {(place.x, place.y) for place in places} == {(x, y) for x in range(3) for y in range(5)}
+            assert preprocess.random_window(5, 10, 3).size == (5, 8)
+
+
 class TestAugment:
     @pytest.mark.parametrize("name", ["light", "standard", "heavy"])
     @pytest.mark.parametrize("size", [(64, 64), (48, 80)])
@@ -177,14 +232,6 @@ class TestAugment:
         """The model's size comes from model.image_size and its numbers from the contract."""
         with pytest.raises(RecipeError, match="keeps the size and type"):
             make_augment([step], image_size=(32, 32))
-
-
-def test_pipeline_depends_on_array_and_seed_alone(picture: Callable[..., np.ndarray]) -> None:
-    """Preprocess then augment; without augmentation the seed has no part in it."""
-    plain = Pipeline(Preprocess((32, 32)))
-    assert np.array_equal(plain(picture(50, 60), 1), plain(picture(50, 60), 2))
-    moving = Pipeline(Preprocess((32, 32)), make_augment("standard", image_size=(32, 32)))
-    assert np.array_equal(moving(picture(50, 60), 1), moving(picture(50, 60), 1))
 
 
 def test_sample_seeds_differ_by_run_epoch_and_sample() -> None:

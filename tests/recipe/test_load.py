@@ -263,6 +263,9 @@ def test_places_are_kept_for_later_findings(load):
         ("data: {train: d.csv, image: x, label: x}", "data.label", "also the column of data.image"),
         ("data: {train: d.csv, split: s, val: v}", "data.val", "beside data.split"),
         ("data: {train: d, val: d}", "data.val", "is data.train as well"),
+        ("data: {train: d, region: [x, y, w, h]}", "data.region", "x, y, w, h names a manifest column, and data.train (d) is no .csv"),
+        ("data: {train: d.csv, region: [x, y, w, label]}", "data.region", "label is also the column of data.label"),
+        ("data: {train: d, overlap: 12.5%}", "data.overlap", "12.5% beside data.fit: resize"),
         ("train: {batch: 4}\nmemory: {micro_batch: 5}", "memory.micro_batch", "5 is above train.batch, 4"),
         ("model: {name: m, adapt: head, freeze: stem}", "model.freeze", "beside adapt: head"),
     ],
@@ -274,6 +277,15 @@ def test_keys_that_contradict_each_other_are_told(problems, text, key, part):
     (problem,) = problems("\n".join({**base, **given}.values()) + "\n")
     assert problem.key == key
     assert part in problem.message, problem
+
+
+def test_windows_and_regions_are_read_to_what_the_program_works_with(load):
+    """A share by either spelling, four columns; the share by itself, as a resolved recipe writes it, contradicts nothing."""
+    text = "task: classify\ndata: {train: d.csv, fit: tile, overlap: OVERLAP, region: [x, y, w, h]}\nmodel: {name: m}\n"
+    for written, share in (("12.5%", 0.125), ("0", 0.0), ("0.5", 0.5)):
+        data = load(text.replace("OVERLAP", written)).recipe.data
+        assert (data.fit, data.overlap, data.region) == ("tile", share, ("x", "y", "w", "h"))
+    assert load("task: classify\ndata: {train: d, fit: crop, overlap: 25%}\nmodel: {name: m}\n").recipe.data.fit == "crop"
 
 
 def test_rules_between_keys_say_nothing_about_a_refused_key(problems):

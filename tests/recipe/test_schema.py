@@ -17,6 +17,9 @@ GOOD = [
     ("data.val", "15%", 0.15),
     ("data.classes", "[a, b]", ("a", "b")),
     ("data.background", "black", (0, 0, 0)),
+    ("data.fit", "tile", "tile"),
+    ("data.overlap", "25%", 0.25),
+    ("data.region", "null", None),
     ("data.background", "[1, 2, 3]", (1, 2, 3)),
     ("data.scale", "[0, 4095]", (0.0, 4095.0)),
     ("data.max_pixels", "2G", 2_000_000_000),
@@ -63,8 +66,12 @@ BAD = [
     ("data.classes", "[a, 01]", '1 is a whole number; put a name in quotes: "1"'),
     ("data.classes", "[a, a]", "a is there twice; keep one"),
     ("data.classes", "a", "a is text; give auto, or a list of names"),
-    ("data.fit", "tile", "tile is not there yet; today: resize or letterbox"),
-    ("data.fit", "letterbx", "letterbx is none of resize, letterbox; did you mean letterbox?"),
+    ("data.fit", "letterbx", "letterbx is none of resize, letterbox, crop, tile; did you mean letterbox?"),
+    ("data.overlap", "1", "1 is not below 100% and at least 0%; give a share such as 25% or 0.25, from 0 to below 100%"),
+    ("data.overlap", "-5%", "-5% is text, not a number"),
+    ("data.region", "[x, y]", "[x, y] has 2 names; give null, or a list of 4 names of columns: [x, y, width, height]"),
+    ("data.region", "[x, y, w, w]", "w is there twice; keep one"),
+    ("data.region", "x", "x is text; give a list of names"),
     ("data.background", "[1, 2]", "[1, 2] is no colour"),
     ("data.background", "[1, 2, 256]", "[1, 2, 256] is not three whole numbers from 0 to 255"),
     ("data.scale", "[5, 5]", "5 is not below 5"),
@@ -207,8 +214,8 @@ def test_defaults_are_the_documented_ones():
 version: 1
 task: classify
 data: {train: d, val: 0.15, test: null, image: path, label: label, split: null, group: null, classes: auto, channels: auto,
-  scale: auto, fit: resize, background: white, bad_images: error, unseen: error, max_pixels: 500M, balance: none,
-  augment: standard, workers: auto, cache: auto}
+  scale: auto, region: null, fit: resize, overlap: 25%, background: white, bad_images: error, unseen: error, max_pixels: 500M,
+  balance: none, augment: standard, workers: auto, cache: auto}
 model: {name: m, pretrained: true, init_from: null, image_size: 1024, adapt: full, freeze: none, norm: auto, drop_path: auto}
 memory: {budget: auto, micro_batch: auto, spacing: auto, goal: largest, exact: close, precision: auto, channels_last: auto,
   compile: false, on_oom: replan}
