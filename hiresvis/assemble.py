@@ -15,7 +15,7 @@ from torch import nn
 from hiresvis.backbone.build import Backbone, build_backbone
 from hiresvis.data.check import DataReport, check_datasets
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
-from hiresvis.data.loader import load_sample
+from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale

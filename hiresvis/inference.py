@@ -68,7 +68,7 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
             classes=contract.classes,
             image_column=columns.image,
             label_column=columns.label,
-            region_columns=columns.region,
+            region_columns=None if data.is_dir() else columns.region,
             unseen=columns.unseen,
         )
         splits = {"data": found}

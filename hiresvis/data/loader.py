@@ -15,55 +15,22 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from hiresvis.data.contract import load_image, load_window
-from hiresvis.data.decode import OpenedImage, open_image
+from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
 from hiresvis.data.sources import Sample
-from hiresvis.data.survey import any_deep_images
-from hiresvis.data.transforms import Pipeline, Preprocess, sample_seed
-from hiresvis.errors import DataError, EnvironmentFailed, Problem
+from hiresvis.data.transforms import Pipeline, Preprocess
+from hiresvis.errors import DataError, EnvironmentFailed
 from hiresvis.units import format_size
 
 PREFETCH = 2  # micro-batches ready or in work per worker; more hides nothing and holds memory
-_NO_LABEL = -1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """What one forward and backward takes.
-
-    Attributes:
-        images: (b, h, w, c), uint8, or float32 in 0 to 1.
-        targets: (b,) int64; -1 where the label is not known.
-        indices: positions in the loader's samples.
-        batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
-            bad_images=skip unreadable files are left out of the count.
-        closes_batch: this is the last part; the optimizer steps after it.
-        batch_index: which batch of the epoch, from 0.
-        num_windows: for each image, how many windows of the same sample there are in all, one after another (fit "tile" in
-            evaluation); empty: every image is a sample.
-    """
-
-    images: Tensor
-    targets: Tensor
-    indices: tuple[int, ...]
-    batch_images: int
-    closes_batch: bool
-    batch_index: int = 0
-    num_windows: tuple[int, ...] = ()
-
-    def pin_memory(self) -> MicroBatch:
-        """A copy in page-locked memory (called by torch's loader)."""
-        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
 def batch_sizes(num_samples: int, batch: int, least: int = 1) -> tuple[int, ...]:
@@ -136,7 +103,7 @@ class TrainLoader:
         self._skip = bad_images == "skip"
         self._epoch, self._first_batch = 0, 0
         self.set_micro_batch(micro_batch)
-        source = _ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True)
+        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True)
         self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
 
     def __len__(self) -> int:
@@ -170,7 +137,7 @@ class TrainLoader:
         """Lines for people: fewer workers than were asked for, and why."""
         return self._engine.notes
 
-    def _tasks(self) -> list[_Task]:
+    def _tasks(self) -> list[Task]:
         order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
         tasks, start = [], 0
         for number, size in enumerate(batch_sizes(len(self.samples), self.batch, self._least)):
@@ -178,11 +145,11 @@ class TrainLoader:
             for position, count in enumerate(parts):
                 if number >= self._first_batch:
                     members = tuple(int(index) for index in order[start : start + count])
-                    tasks.append(_Task(self._epoch, number, members, size, position == len(parts) - 1))
+                    tasks.append(Task(self._epoch, number, members, size, position == len(parts) - 1))
                 start += count
         return tasks
 
-    def _whole_batches(self, results: Iterator[_Loaded]) -> Iterator[MicroBatch]:
+    def _whole_batches(self, results: Iterator[Loaded]) -> Iterator[MicroBatch]:
         known = {path for path, _ in self.skipped}
         parts: list[MicroBatch] = []
         for result in results:
@@ -211,7 +178,7 @@ class TrainLoader:
         start = 0
         for count in part_sizes(len(indices), self.micro_batch) or (0,):
             chosen = slice(start, start + count)
-            images = _stack(arrays[chosen], shape)
+            images = stack(arrays[chosen], shape)
             cut.append(replace(first, images=images, targets=targets[chosen].clone(), indices=tuple(indices[chosen])))
             start += count
         return cut
@@ -238,7 +205,7 @@ class EvalLoader:
     ) -> None:
         self.samples = tuple(samples)
         self.set_batch(batch)
-        self._source = _ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False, training=False)
+        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False, training=False)
         self._windows: tuple[int, ...] | None = None
         self._engine = _Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
 
@@ -274,171 +241,24 @@ class EvalLoader:
             self._windows = tuple(map(self._source.num_windows, self.samples))
         return self._windows
 
-    def _tasks(self) -> list[_Task]:
+    def _tasks(self) -> list[Task]:
         counts = self._num_windows()
         rows = [(index, number) for index, count in enumerate(counts) for number in range(count)]
         tasks = []
         for place, start in enumerate(range(0, len(rows), self.batch)):
             indices, windows = zip(*rows[start : start + self.batch], strict=True)
             totals = tuple(counts[index] for index in indices) if len(rows) > len(counts) else ()
-            tasks.append(_Task(0, place, indices, len(indices), True, windows, totals))
+            tasks.append(Task(0, place, indices, len(indices), True, windows, totals))
         return tasks
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    epoch: int
-    batch_index: int
-    indices: tuple[int, ...]
-    batch_images: int
-    closes_batch: bool
-    windows: tuple[int, ...] = ()  # of evaluation: which window of each sample
-    num_windows: tuple[int, ...] = ()  # as in MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A task's result. `problems` are raised in the main process: an exception that crosses processes would arrive as a wall of text."""
-
-    task: _Task
-    micro_batch: MicroBatch | None
-    problems: tuple[Problem, ...] = ()
-    skipped: tuple[tuple[str, str], ...] = ()
-
-    def pin_memory(self) -> _Loaded:
-        return self if self.micro_batch is None else replace(self, micro_batch=self.micro_batch.pin_memory())
-
-
-@dataclass(frozen=True, slots=True)
-class _ImageSource:
-    """Turns tasks into micro-batches; lives in the workers."""
-
-    samples: tuple[Sample, ...]
-    pipeline: Pipeline
-    max_pixels: int
-    seed: int
-    skip: bool
-    training: bool
-    held: _HeldImage = field(default_factory=lambda: _HeldImage())
-
-    def __getitem__(self, task: _Task) -> _Loaded:
-        arrays, kept, problems, skipped = [], [], [], []
-        for place, index in enumerate(task.indices):
-            sample = self.samples[index]
-            try:
-                arrays.append(self._load(task, place))
-                kept.append(index)
-            except DataError as error:
-                problems += [_at_row(problem, sample) for problem in error.problems]
-                skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
-        if problems and not self.skip:
-            return _Loaded(task, None, problems=tuple(problems))
-        labels = [_NO_LABEL if (label := self.samples[index].label) is None else label for index in kept]
-        targets = torch.tensor(labels, dtype=torch.int64)
-        shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
-        images = _stack(arrays, shape)
-        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, task.num_windows)
-        return _Loaded(task, batch, skipped=tuple(skipped))
-
-    def _load(self, task: _Task, place: int) -> np.ndarray:
-        index, preprocess = task.indices[place], self.pipeline.preprocess
-        sample = self.samples[index]
-        if self.training:
-            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=sample_seed(self.seed, task.epoch, index))
-        if preprocess.fit != "tile":
-            return load_image(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)
-        image = self.held.open(sample, self.max_pixels, preprocess.background)
-        array = load_window(image, preprocess, task.windows[place], sample.path)
-        if task.windows[place] + 1 == preprocess.num_windows(*image.size):
-            self.held.release()
-        return array
-
-    def num_windows(self, sample: Sample) -> int:
-        """Images that stand for a sample in evaluation; 1 where the file cannot be read, which loading will say."""
-        if self.pipeline.preprocess.fit != "tile":
-            return 1
-        try:
-            with open_image(sample.path, max_pixels=self.max_pixels, region=sample.region) as image:
-                return self.pipeline.preprocess.num_windows(*image.size)
-        except DataError:
-            return 1
-
-    def value_bytes(self) -> int:
-        """Bytes of a value as it travels: floats for a number range and for deep images, as far as some headers tell."""
-        if self.pipeline.preprocess.scale.kind == "range" or any_deep_images(self.samples, self.max_pixels):
-            return 4
-        return 1
-
-
-class _HeldImage:
-    """The image whose windows are being read, open between tasks. Never travels to another process."""
-
-    def __init__(self) -> None:
-        self._sample: Sample | None = None
-        self._image: OpenedImage | None = None
-        self._files = ExitStack()
-
-    def __reduce__(self) -> tuple[type[_HeldImage], tuple[()]]:
-        return _HeldImage, ()
-
-    def open(self, sample: Sample, max_pixels: int, background: tuple[int, int, int]) -> OpenedImage:
-        """The image of a sample; opened unless it is the one that is held.
-
-        Raises:
-            DataError: it cannot be opened.
-        """
-        if self._image is None or self._sample != sample:
-            self.release()
-            opened = open_image(sample.path, max_pixels=max_pixels, background=background, region=sample.region)
-            self._sample, self._image = sample, self._files.enter_context(opened)
-        return self._image
-
-    def release(self) -> None:
-        """Closes the file and lets the pixels go."""
-        self._sample = self._image = None
-        self._files.close()
-
-
-def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int) -> np.ndarray:
-    """What training sees of a sample: (h, w, channels), decoded, preprocessed, augmented. The same seed gives the same bits anywhere.
-
-    Raises:
-        DataError: with the path and the reason.
-    """
-    array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region, seed=seed)
-    if pipeline.augment is None:
-        return array
-    try:
-        return pipeline.augment(array, seed)
-    except (ValueError, TypeError, cv2.error) as error:
-        raise DataError([Problem(f"augmentation fails on it: {error}", str(sample.path), "data.augment")]) from error
-
-
-def _at_row(problem: Problem, sample: Sample) -> Problem:
-    """The problem of a file at the place that people look it up: the table's row, with the path."""
-    if sample.row == str(sample.path):
-        return problem
-    return Problem(f"{sample.path} {problem.message}", sample.row, problem.key)
-
-
-def _stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
-    """One tensor; 8-bit images join others as floats."""
-    if len({array.dtype for array in arrays}) > 1:
-        arrays = [array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array for array in arrays]
-    floats = bool(arrays) and arrays[0].dtype != np.uint8
-    out = torch.empty((len(arrays), *shape), dtype=torch.float32 if floats else torch.uint8)
-    for position, array in enumerate(arrays):
-        out[position] = torch.from_numpy(array)
-    return out
-
-
 @dataclass(slots=True)
-class _TaskSampler(Sampler[_Task]):
+class _TaskSampler(Sampler[Task]):
     """Hands the tasks of the current epoch to torch's loader, which keeps its workers from epoch to epoch."""
 
-    tasks: list[_Task] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[_Task]:
+    def __iter__(self) -> Iterator[Task]:
         return iter(self.tasks)
 
     def __len__(self) -> int:
@@ -448,7 +268,7 @@ class _TaskSampler(Sampler[_Task]):
 class _Engine:
     """torch's DataLoader over tasks."""
 
-    def __init__(self, source: _ImageSource, *, workers: int, pin: bool, start_method: str | None, persistent: bool) -> None:
+    def __init__(self, source: ImageSource, *, workers: int, pin: bool, start_method: str | None, persistent: bool) -> None:
         self.workers, self.notes = workers, list[str]()
         self._source = source
         self._pin, self._start_method, self._persistent = pin, start_method, persistent
@@ -456,7 +276,7 @@ class _Engine:
         self._sampler = _TaskSampler()
         self._loader = self._make_loader()
 
-    def _make_loader(self) -> DataLoader[_Loaded]:
+    def _make_loader(self) -> DataLoader[Loaded]:
         options: dict[str, Any] = {}
         if self.workers:
             options = {"prefetch_factor": PREFETCH, "persistent_workers": self._persistent, "multiprocessing_context": self._start_method}
@@ -473,7 +293,7 @@ class _Engine:
                 **options,
             )
 
-    def _keep_within_shared_memory(self, tasks: list[_Task]) -> None:
+    def _keep_within_shared_memory(self, tasks: list[Task]) -> None:
         """Fewer workers where these tasks would fill /dev/shm: a worker that finds it full fails in mid epoch."""
         preprocess = self._source.pipeline.preprocess
         if not self.workers:
@@ -489,7 +309,7 @@ class _Engine:
             self.workers = possible
             self._loader = self._make_loader()
 
-    def run(self, tasks: list[_Task]) -> Iterator[_Loaded]:
+    def run(self, tasks: list[Task]) -> Iterator[Loaded]:
         """The results in the order of the tasks.
 
         Raises:
@@ -518,7 +338,7 @@ class _Engine:
             iterator._shutdown_workers()
             self._loader._iterator = None
 
-    def _death_notice(self, task: _Task, results: Any) -> str:
+    def _death_notice(self, task: Task, results: Any) -> str:
         paths = list(dict.fromkeys(self._source.samples[index].title for index in task.indices))
         files = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
         codes = [code for worker in getattr(results, "_workers", ()) if (code := worker.exitcode) not in (None, 0)]
@@ -547,7 +367,7 @@ def _no_advice_on_workers() -> Iterator[None]:
         yield
 
 
-def _identity(result: _Loaded) -> _Loaded:
+def _identity(result: Loaded) -> Loaded:
     return result
 
 

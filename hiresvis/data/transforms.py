@@ -212,7 +212,7 @@ def _resize(array: np.ndarray, size: tuple[int, int], method: int) -> np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Preprocess, then augment: what one training sample goes through after decoding (see `loader.load_sample`)."""
+    """Preprocess, then augment: what one training sample goes through after decoding (see `micro_batch.load_sample`)."""
 
     preprocess: Preprocess
     augment: Augment | None = None

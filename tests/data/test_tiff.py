@@ -145,6 +145,24 @@ class TestParts:
                 with pytest.raises(DataError, match=message):
                     decode(path, max_pixels=LIMIT, region=region)
 
+    @pytest.mark.parametrize("tile", [(64, 64), (32, 96)])
+    def test_damage_that_tifffile_forgives_is_an_error_in_a_part_too(
+        self, tmp_path: Path, picture: Callable[..., np.ndarray], tile: tuple[int, int]
+    ) -> None:
+        """Some bytes of one JPEG tile, which its own decoder makes grey of; tables in the file's head or in the tile."""
+        path = tmp_path / "x.tif"
+        tifffile.imwrite(path, picture(128, 192), photometric="rgb", compression="jpeg", tile=tile)
+        with tifffile.TiffFile(path) as tiff:
+            start, length = tiff.pages[0].dataoffsets[2], tiff.pages[0].databytecounts[2]
+        data = bytearray(path.read_bytes())
+        data[start + length // 2 : start + length // 2 + 40] = b"\xff" * 40
+        path.write_bytes(data)
+        assert tifffile.imread(path).shape == (128, 192, 3)
+        top, left = 2 * tile[1] // 192 * tile[0], 2 * tile[1] % 192
+        with pytest.raises(DataError, match="holds a damaged JPEG as tile or strip 2"):
+            decode(path, max_pixels=LIMIT, region=Region(left + 3, top + 3, 9, 9))
+        assert decode(path, max_pixels=LIMIT, region=Region(0, 0, tile[1], tile[0])).shape[:2] == tile
+
     def test_parts_without_a_place_and_parts_of_another_type_are_errors(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
         """What tifffile would fill with zeros or force into the stated type, where it is read."""
         path = tmp_path / "x.tif"
@@ -200,10 +218,15 @@ class TestPyramids:
 
     def test_a_level_of_another_cut_is_none(self, tmp_path: Path, picture: Callable[..., np.ndarray]) -> None:
         """A reduced page of other proportions is a label, whatever it calls itself."""
-        with tifffile.TiffWriter(tmp_path / "x.tif") as writer:
-            writer.write(picture(256, 256), photometric="rgb", tile=(32, 32), subifds=1, metadata=None)
-            writer.write(picture(128, 100), photometric="rgb", tile=(32, 32), subfiletype=1, metadata=None)
-        assert decode(tmp_path / "x.tif", max_pixels=LIMIT, draft_px=(20, 20)).shape == (256, 256, 3)
+        for size in ((128, 100), (100, 128), (256, 128), (128, 128)):
+            with tifffile.TiffWriter(tmp_path / "x.svs") as writer:
+                writer.write(picture(256, 256), photometric="rgb", tile=(32, 32), description="Aperio Image", metadata=None)
+                writer.write(picture(50, 50), photometric="rgb", metadata=None)
+                writer.write(picture(*size), photometric="rgb", tile=(32, 32), metadata=None)
+            with tifffile.TiffFile(tmp_path / "x.svs") as tiff:
+                assert len(tiff.series[0].levels) == 2
+            read = decode(tmp_path / "x.svs", max_pixels=LIMIT, draft_px=(20, 20)).shape[:2]
+            assert read == (size if size == (128, 128) else (256, 256))
 
     def test_damage_in_the_level_that_is_read_is_an_error_and_elsewhere_none(
         self, tmp_path: Path, picture: Callable[..., np.ndarray]
@@ -250,7 +273,7 @@ class TestMaxPixels:
         with pytest.raises(DataError, match=r"is 256 x 256 px = 65536, above"):
             decode(plain, max_pixels=limit, region=region)
 
-    @pytest.mark.parametrize(("tags", "kind"), [({"TileWidth": 65520, "TileLength": 65520}, "tiles"), ({"RowsPerStrip": 2**31}, "strips")])
+    @pytest.mark.parametrize(("tags", "kind"), [({"TileWidth": 3008, "TileLength": 3008}, "tiles"), ({"RowsPerStrip": 2048}, "strips")])
     def test_parts_larger_than_the_limit_are_refused(self, tmp_path: Path, tags: dict[str, int], kind: str) -> None:
         """A region takes the memory of the tiles that it touches."""
         layout = {"tile": (32, 32)} if kind == "tiles" else {"rowsperstrip": 8}
@@ -258,7 +281,7 @@ class TestMaxPixels:
         with tifffile.TiffFile(tmp_path / "x.tif", mode="r+") as tiff:
             for name, value in tags.items():
                 tiff.pages[0].tags[name].overwrite(value)
-        with pytest.raises(DataError, match=r"above (4 x )?data\.max_pixels"):
+        with pytest.raises(DataError, match=rf"has {kind} of \d+ values each, above 4 x data\.max_pixels 1000000"):
             decode(tmp_path / "x.tif", max_pixels=10**6, region=Region(0, 0, 9, 9))
 
 

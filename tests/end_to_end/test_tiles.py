@@ -124,7 +124,7 @@ def test_a_run_cannot_change_its_windows_on_its_way(tiled):
     """fit and overlap are what the weights and scores so far were made with."""
     done = tiled.fit(REGIONS, "data.overlap=50%", "--resume", ok=False)
     assert done.code == 6
-    assert "data.overlap  the run was begun with 0.3, and this is 0.5" in done.err
+    assert "data.overlap  the run was begun with 30%, and this is 50%" in done.err
 
 
 def test_predict_names_a_bad_image_after_the_rows_before_it(slides, tiled, tmp_path):

@@ -1,0 +1,201 @@
+"""One micro-batch, in whatever process: from a task, which names samples and seeds, to pixels and labels.
+
+Nothing here draws a number or holds a state that matters: the same task gives the same bits wherever it runs. The only thing kept from
+task to task is the image whose windows are being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiresvis.data.contract import load_image, load_window
+from hiresvis.data.decode import OpenedImage, open_image
+from hiresvis.data.sources import Sample
+from hiresvis.data.survey import any_deep_images
+from hiresvis.data.transforms import Pipeline, sample_seed
+from hiresvis.errors import DataError, Problem
+
+_NO_LABEL = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """What one forward and backward takes.
+
+    Attributes:
+        images: (b, h, w, c), uint8, or float32 in 0 to 1.
+        targets: (b,) int64; -1 where the label is not known.
+        indices: positions in the loader's samples.
+        batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
+            bad_images=skip unreadable files are left out of the count.
+        closes_batch: this is the last part; the optimizer steps after it.
+        batch_index: which batch of the epoch, from 0.
+        num_windows: for each image, how many windows of the same sample there are in all, one after another (fit "tile" in
+            evaluation); empty: every image is a sample.
+    """
+
+    images: Tensor
+    targets: Tensor
+    indices: tuple[int, ...]
+    batch_images: int
+    closes_batch: bool
+    batch_index: int = 0
+    num_windows: tuple[int, ...] = ()
+
+    def pin_memory(self) -> MicroBatch:
+        """A copy in page-locked memory (called by torch's loader)."""
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    epoch: int
+    batch_index: int
+    indices: tuple[int, ...]
+    batch_images: int
+    closes_batch: bool
+    windows: tuple[int, ...] = ()  # of evaluation: which window of each sample
+    num_windows: tuple[int, ...] = ()  # as in MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A task's result. `problems` are raised in the main process: an exception that crosses processes would arrive as a wall of text."""
+
+    task: Task
+    micro_batch: MicroBatch | None
+    problems: tuple[Problem, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def pin_memory(self) -> Loaded:
+        return self if self.micro_batch is None else replace(self, micro_batch=self.micro_batch.pin_memory())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Turns tasks into micro-batches; lives in the workers."""
+
+    samples: tuple[Sample, ...]
+    pipeline: Pipeline
+    max_pixels: int
+    seed: int
+    skip: bool
+    training: bool
+    held: _HeldImage = field(default_factory=lambda: _HeldImage())
+
+    def __getitem__(self, task: Task) -> Loaded:
+        arrays, kept, problems, skipped = [], [], [], []
+        for place, index in enumerate(task.indices):
+            sample = self.samples[index]
+            try:
+                arrays.append(self._load(task, place))
+                kept.append(index)
+            except DataError as error:
+                problems += [_at_row(problem, sample) for problem in error.problems]
+                skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
+        if problems and not self.skip:
+            return Loaded(task, None, problems=tuple(problems))
+        labels = [_NO_LABEL if (label := self.samples[index].label) is None else label for index in kept]
+        targets = torch.tensor(labels, dtype=torch.int64)
+        shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
+        images = stack(arrays, shape)
+        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, task.num_windows)
+        return Loaded(task, batch, skipped=tuple(skipped))
+
+    def _load(self, task: Task, place: int) -> np.ndarray:
+        index, preprocess = task.indices[place], self.pipeline.preprocess
+        sample = self.samples[index]
+        if self.training:
+            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=sample_seed(self.seed, task.epoch, index))
+        if preprocess.fit != "tile":
+            return load_image(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)
+        image = self.held.open(sample, self.max_pixels, preprocess.background)
+        array = load_window(image, preprocess, task.windows[place], sample.path)
+        if task.windows[place] + 1 == preprocess.num_windows(*image.size):
+            self.held.release()
+        return array
+
+    def num_windows(self, sample: Sample) -> int:
+        """Images that stand for a sample in evaluation; 1 where the file cannot be read, which loading will say."""
+        if self.pipeline.preprocess.fit != "tile":
+            return 1
+        try:
+            with open_image(sample.path, max_pixels=self.max_pixels, region=sample.region) as image:
+                return self.pipeline.preprocess.num_windows(*image.size)
+        except DataError:
+            return 1
+
+    def value_bytes(self) -> int:
+        """Bytes of a value as it travels: floats for a number range and for deep images, as far as some headers tell."""
+        if self.pipeline.preprocess.scale.kind == "range" or any_deep_images(self.samples, self.max_pixels):
+            return 4
+        return 1
+
+
+class _HeldImage:
+    """The image whose windows are being read, open between tasks. Never travels to another process."""
+
+    def __init__(self) -> None:
+        self._sample: Sample | None = None
+        self._image: OpenedImage | None = None
+        self._files = ExitStack()
+
+    def __reduce__(self) -> tuple[type[_HeldImage], tuple[()]]:
+        return _HeldImage, ()
+
+    def open(self, sample: Sample, max_pixels: int, background: tuple[int, int, int]) -> OpenedImage:
+        """The image of a sample; opened unless it is the one that is held.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        if self._image is None or self._sample != sample:
+            self.release()
+            opened = open_image(sample.path, max_pixels=max_pixels, background=background, region=sample.region)
+            self._sample, self._image = sample, self._files.enter_context(opened)
+        return self._image
+
+    def release(self) -> None:
+        """Closes the file and lets the pixels go."""
+        self._sample = self._image = None
+        self._files.close()
+
+
+def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int) -> np.ndarray:
+    """What training sees of a sample: (h, w, channels), decoded, preprocessed, augmented. The same seed gives the same bits anywhere.
+
+    Raises:
+        DataError: with the path and the reason.
+    """
+    array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region, seed=seed)
+    if pipeline.augment is None:
+        return array
+    try:
+        return pipeline.augment(array, seed)
+    except (ValueError, TypeError, cv2.error) as error:
+        raise DataError([Problem(f"augmentation fails on it: {error}", str(sample.path), "data.augment")]) from error
+
+
+def _at_row(problem: Problem, sample: Sample) -> Problem:
+    """The problem of a file at the place that people look it up: the table's row, with the path."""
+    if sample.row == str(sample.path):
+        return problem
+    return Problem(f"{sample.path} {problem.message}", sample.row, problem.key)
+
+
+def stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
+    """One tensor; 8-bit images join others as floats."""
+    if len({array.dtype for array in arrays}) > 1:
+        arrays = [array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array for array in arrays]
+    floats = bool(arrays) and arrays[0].dtype != np.uint8
+    out = torch.empty((len(arrays), *shape), dtype=torch.float32 if floats else torch.uint8)
+    for position, array in enumerate(arrays):
+        out[position] = torch.from_numpy(array)
+    return out
