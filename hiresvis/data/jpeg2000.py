@@ -6,8 +6,9 @@ component is alpha only where a channel definition says so; other ones beyond th
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,8 @@ from hiresvis.data.header import Header, first_line, refuse
 _STREAM = b"\xff\x4f\xff\x51"
 STARTS = (b"\0\0\0\x0cjP  \r\n\x87\n", _STREAM)
 _CMYK = 12  # of the colour box's enumerated spaces; sYCC becomes RGB in the codec
-_MOST_COMPONENTS = 16384  # of the standard
+_MOST_COMPONENTS, _MOST_TILES = 16384, 65535  # of the standard
+_TILE_PART, _END = 0xFF90, 0xFFD9  # markers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def _read_facts(file: BinaryIO, path: Path) -> _Facts:
     if colours == _CMYK and components != 4:
         refuse(path, f"is a damaged JPEG 2000: it claims CMYK with {components} components")
     width, height = sizes[0] - sizes[2], sizes[1] - sizes[3]
+    _check_tiles(file, path, sizes)
     return _Facts(width, height, components, (parts[0] & 0x7F) + 1, colours, alpha)
 
 
@@ -129,3 +132,30 @@ def _boxes(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int]]:
         if rest < 0:
             refuse(path, f"is a damaged JPEG 2000: a box of {length} bytes")
         yield kind, rest
+
+
+def _check_tiles(file: BinaryIO, path: Path, sizes: Sequence[int]) -> None:
+    """Every tile that the size marker claims has its part in the code stream; the codec makes black of one that has none.
+
+    Args:
+        file: behind the size marker's segment.
+        sizes: of the image, its corner, a tile and the first tile's corner, x and y each.
+    """
+    width, height, _, _, tile_width, tile_height, left, top = sizes
+    if min(tile_width, tile_height) < 1:
+        refuse(path, f"is a damaged JPEG 2000: it claims tiles of {tile_width} x {tile_height} px")
+    claimed = -(-(width - left) // tile_width) * -(-(height - top) // tile_height)
+    seen = set[int]()
+    while len(head := file.read(12)) >= 4:
+        marker, length, tile, part_bytes = struct.unpack(">HHHI", head[:10].ljust(10, b"\0"))
+        if marker == _TILE_PART:
+            seen.add(tile)
+        if marker == _END or (marker == _TILE_PART and part_bytes == 0):  # the last part may run to the end
+            break
+        step = part_bytes if marker == _TILE_PART else length + 2
+        if step < 2:
+            refuse(path, f"is a damaged JPEG 2000: a part of {step} bytes")
+        file.seek(step - len(head), io.SEEK_CUR)
+    missing = claimed - len(seen & set(range(claimed))) if claimed <= _MOST_TILES else claimed
+    if missing:
+        refuse(path, f"is a damaged JPEG 2000: it lacks {missing} of the {claimed} tiles that it claims")

@@ -62,6 +62,10 @@ class Tiff:
         Raises:
             DataError: it is too much.
         """
+        with _blaming(self._path):
+            self._check_size(level, region, max_pixels)
+
+    def _check_size(self, level: int, region: Region, max_pixels: int) -> None:
         series, size = self._series[level], self.levels[level]
         in_parts = region != whole(size) and _has_plain_pages(series)
         height, width = region.size if in_parts and math.prod(series.keyframe.chunked) > series.keyframe.shaped[0] else size

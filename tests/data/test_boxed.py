@@ -72,6 +72,22 @@ class TestDamage:
         assert set(refused) == {str(path)}
         assert capfd.readouterr() == ("", "")
 
+    @pytest.mark.parametrize("name", ["x.jp2", "x.j2k"])
+    def test_jpeg_2000_lacks_no_tile_that_it_claims(self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str) -> None:
+        """Smaller tiles than there are, or one that is gone: the codec would make black of the rest. The fuzz found it."""
+        path = tmp_path / name
+        Image.fromarray(picture(64, 96)).save(path, "JPEG2000", tile_size=(32, 32), no_jp2=name == "x.j2k")
+        assert np.array_equal(decode(path, max_pixels=LIMIT), picture(64, 96))
+        whole = path.read_bytes()
+        start = whole.index(b"\xff\x4f\xff\x51")
+        path.write_bytes(whole[: start + 24] + struct.pack(">II", 96, 1) + whole[start + 32 :])
+        with pytest.raises(DataError, match="lacks 58 of the 64 tiles that it claims"):
+            decode(path, max_pixels=LIMIT)
+        part = whole.index(b"\xff\x90\x00\x0a\x00\x03")
+        path.write_bytes(whole[:part] + whole[part + int.from_bytes(whole[part + 6 : part + 10], "big") :])
+        with pytest.raises(DataError, match="lacks 1 of the 6 tiles that it claims"):
+            decode(path, max_pixels=LIMIT)
+
     @pytest.mark.parametrize("name", NAMES)
     def test_claim_of_60000_px_is_refused_before_memory_is_taken(
         self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str
