@@ -454,7 +454,7 @@ def test_files_passed_over_by_extension_are_told(open_workshop, draw, tmp_path):
         (data / name).write_bytes(b"x")
     work = open_workshop(data)
     done = work.fit("data.test=null", "train.epochs=1")
-    assert "warning: data.train: files passed over by extension: 2 .gif; read are .bmp" in done.err
+    assert "warning: data.train: files passed over by extension: 2 .gif; read are .avif .bmp" in done.err
     assert "warning: data.val: files passed over by extension: 1 .txt" in done.err
     assert "passed over by extension: 2 .gif, 1 .txt\n" in done.err
     (finished,) = work.events("run_finished")
