@@ -207,6 +207,7 @@ class EvalLoader:
         self.set_batch(batch)
         self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False, training=False)
         self._windows: tuple[int, ...] | None = None
+        self._iteration = 0
         self._engine = _Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
 
     def __len__(self) -> int:
@@ -219,12 +220,16 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """As `TrainLoader`."""
+        self._iteration += 1
+        mine = self._iteration
+        self._source.held.release()
         try:
             for result in self._engine.run(self._tasks()):
                 if result.micro_batch is not None:
                     yield result.micro_batch
         finally:
-            self._source.held.release()
+            if mine == self._iteration:  # one that was left early may be closed late, when another has begun
+                self._source.held.release()
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -193,6 +193,20 @@ class TestEvaluation:
         assert file.closed
 
 
+def test_an_evaluation_that_begins_again_keeps_its_own_image(samples: tuple[Sample, ...]) -> None:
+    """Memory may run out in the middle: the one that was left does not close the image of the one that goes on."""
+    with closing(EvalLoader(samples, TILE, max_pixels=LIMIT, batch=2)) as loader:
+        whole = list(loader)
+        left, again = iter(loader), iter(loader)
+        next(left)
+        items = [next(again)]
+        image = loader._source.held._image
+        assert image is not None
+        left.close()  # type: ignore[attr-defined]
+        assert loader._source.held._image is image
+        assert same(whole, [*items, *again])
+
+
 def test_deep_images_count_four_bytes_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bit under data.scale: dtype travel as floats, so the workers that /dev/shm takes are fewer than of bytes."""
     made = {"shallow": np.zeros((24, 32, 3), np.uint8), "deep": np.zeros((24, 32, 3), np.uint16)}
