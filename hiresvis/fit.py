@@ -50,6 +50,7 @@ from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
 from hiresvis.settle import SMALL_MICRO_BATCH, disk_bytes, remedies
+from hiresvis.trackers import Trackers
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.finder import Finder, Found
 from hiresvis.train.freezing import needs_two_images
@@ -84,12 +85,15 @@ def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) ->
         refuse_existing(loaded.run_dir)
     with StopRequest() as stop:
         run = _Run(loaded, stop)
-        for event in run.resumed() if resume else run.new(dry_run=dry_run):
-            stamped = event if event.time else replace(event, time=time.time())
-            lost = run.record(stamped)
-            yield stamped
-            if lost:
-                yield replace(lost, time=time.time())
+        try:
+            for event in run.resumed() if resume else run.new(dry_run=dry_run):
+                stamped = event if event.time else replace(event, time=time.time())
+                lost = run.record(stamped)
+                yield stamped
+                for notice in (*lost, *run.track(stamped)):
+                    yield replace(notice, time=time.time())
+        finally:
+            list(run.trackers.close())  # nobody listens any more
 
 
 @dataclass(slots=True)
@@ -102,24 +106,37 @@ class _Run:
     early: list[Event] = field(default_factory=list)  # events before the run folder exists
     resolution: Resolution = field(init=False)
     device: torch.device = field(init=False)
+    trackers: Trackers = field(init=False)
     told: int = 0
     record_failed: bool = False
+    tracking: bool = False
 
     def __post_init__(self) -> None:
         self.resolution = Resolution(self.loaded)
         self.device = pick_device()
+        config = {entry.key: entry.value for entry in self.resolution.entries}
+        self.trackers = Trackers(self.loaded.recipe.log.to, self.loaded.run_dir, config)
 
-    def record(self, event: Event) -> Notice | None:
+    def record(self, event: Event) -> list[Notice]:
         """Writes the event to the run folder; a disk that fails is told once, and the run goes on."""
         if self.folder is None:
             self.early.append(event)
-            return None
+            return []
         try:
             self.folder.record(event)
         except EnvironmentFailed as error:
             told, self.record_failed = self.record_failed, True
-            return None if told else Notice(level="error", text=f"{error}; training goes on, its log has gaps")
-        return None
+            return [] if told else [Notice(level="error", text=f"{error}; training goes on, its log has gaps")]
+        return []
+
+    def track(self, event: Event) -> Iterator[Notice]:
+        """Hands the event to the trackers of `log.to`, which open with the run folder."""
+        if self.folder is None:
+            return
+        if not self.tracking:
+            self.tracking = True
+            yield from self.trackers.start()
+        yield from self.trackers.record(event)
 
     def new(self, *, dry_run: bool) -> Iterator[Event]:
         """A run from the start."""

@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("recipe", "memory", "run"), 1),
     **dict.fromkeys(("device", "ladder", "profiles", "plan_plot", "plan_stages"), 2),
     **dict.fromkeys(("backbone", "data"), 3),
-    **dict.fromkeys(("train", "ui", "listing"), 4),
+    **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "settle", "plan_report"), 5),
     **dict.fromkeys(("costing", "api"), 6),
     **dict.fromkeys(("resume", "verify"), 7),
@@ -36,6 +36,8 @@ ONLY_IN = {
     "typer": {"cli"},
     "pydantic": {"recipe"},
     "matplotlib": {"plan_plot"},
+    "wandb": {"trackers"},
+    "mlflow": {"trackers"},
 }
 TORCH = {"torch", "torchvision", "torchmetrics", "timm", "albumentations"}
 # Parts above floor 1 that load without torch: what they need of it they import when they need it.

@@ -203,8 +203,8 @@ class Log(Section):
     ui: Annotated[Literal["auto", "rich", "plain", "json", "off"], values.choice("auto", "rich", "plain", "json", "off")] = _key(
         "auto", "The live view."
     )
-    to: Annotated[tuple[str, ...], structures.all_of("csv", "jsonl", later=("tensorboard", "wandb", "mlflow"))] = _key(
-        ["csv", "jsonl"], "Where metrics are written besides the view; csv and jsonl always are."
+    to: Annotated[tuple[str, ...], structures.some_of("csv", "jsonl", "tensorboard", "wandb", "mlflow")] = _key(
+        ["csv", "jsonl"], "Where metrics go besides the view: tensorboard, wandb, mlflow; csv and jsonl always are written."
     )
     report: Annotated[bool, values.flag()] = _key(True, "Write report.html at the end.")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hiresvis.recipe.values import Kind, any_of, at, choice, either, finite, refuse_word, shown, what, whole
+from hiresvis.recipe.values import Kind, any_of, at, choice, finite, refuse_word, shown, what, whole
 
 NAMED_COLOURS: Mapping[str, tuple[int, int, int]] = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128)}
 
@@ -106,23 +106,20 @@ def columns(*parts: str) -> Kind:
     return Kind(parse, any_of((), True, schema), lambda value: None if value is None else list(value))
 
 
-def all_of(*words: str, later: Sequence[str] = ()) -> Kind:
-    """A list that has each of these words once, in any order, as a tuple: nothing of it can be chosen yet, only named."""
+def some_of(*words: str) -> Kind:
+    """A list of some of these words, each once at most, as a tuple."""
 
     def parse(value: Any) -> tuple[str, ...]:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{shown(value)} is {what(value)}; give a list: {shown(list(words))}")
+            raise ValueError(f"{shown(value)} is {what(value)}; give a list: {shown(list(words[:2]))}")
         for index, item in enumerate(value):
             if not (isinstance(item, str) and item in words):
-                raise at([index], str(refuse_word(item, words, later, "")))
+                raise at([index], str(refuse_word(item, words, (), "")))
             if item in value[:index]:
                 raise at([index], f"{item} is there twice; keep one")
-        missing = [word for word in words if word not in value]
-        if missing:
-            raise ValueError(f"{shown(value)}: leaving out {either(missing)} is not there yet; today: {shown(list(words))}")
         return tuple(value)
 
-    return Kind(parse, {"type": "array", "items": {"enum": list(words)}, "uniqueItems": True, "minItems": len(words)}, list)
+    return Kind(parse, {"type": "array", "items": {"enum": list(words)}, "uniqueItems": True}, list)
 
 
 def spacing() -> Kind:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-
-import timm
-import torch
 
 from hiresvis.errors import RunFolderError
 from hiresvis.train.progress import Progress
@@ -44,7 +42,7 @@ class Keeper:
             "scaler": self._step.state_dict(),
             "rng": rng_state,
             "sound": progress.trend.is_sound and not progress.non_finite_in_a_row,
-            "versions": {"torch": torch.__version__, "timm": timm.__version__},
+            "versions": {name: version(name) for name in ("torch", "timm")},
         }
         save_snapshot(self.snapshot_dir, tensors=tensors, state=state)
 
