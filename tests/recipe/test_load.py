@@ -56,7 +56,7 @@ def test_every_kind_of_fault_is_told_at_once(problems):
         "memory: {micro_batch: 32}\n"
         "optim: {lr: -1, lr: 2, weight_decay: 1e-4, warmup: 010}\n"
         "train: {batch: 16, deterministic: on, epochs: 0}\n"
-        "log: {to: [csv, wandb]}\n"
+        "log: {to: [csv, neptune]}\n"
         "\tx: 1\n"
     )
     # The tab makes a mapping of line 7 impossible, so only the tab is certain.
@@ -71,7 +71,7 @@ def test_every_kind_of_fault_is_told_at_once(problems):
         "\tbatch: 16\n"
         "\tdeterministic: on\n"
         "\tepochs: 0\n"
-        "log: {to: [csv, wandb]}\n"
+        "log: {to: [csv, neptune]}\n"
         "extra: 1\n"
     )
     assert [(problem.place.removeprefix("recipe.yaml:"), problem.key) for problem in found] == [
