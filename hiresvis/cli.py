@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import io
 import json
 import os
 import shutil
@@ -16,17 +17,20 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
 from hiresvis import __version__
-from hiresvis.errors import EnvironmentFailed, HiresvisError, Interrupted
+from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Interrupted
+
+if TYPE_CHECKING:
+    from hiresvis.inference import Predictions
 
 # Of the system's errors, those that say something about the machine and not about this program.
 _ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
@@ -186,19 +190,26 @@ def evaluate(
 def predict(
     run: RunPath,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Images, or folders of images.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="Write the table here.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line instead of CSV.")] = False,
 ) -> None:
-    """Class names and scores of each image, as CSV."""
+    """Class names and scores of each image, as CSV. A file that cannot be read has its row, with the reason, and the exit code is 3."""
     with _ending():
         from hiresvis.inference import predict as run_predict
 
-        rows = run_predict(run, paths)
+        found = run_predict(run, paths)
+        for note in found.notes:
+            _say(note)
         if out is None:
-            _write_predictions(rows, sys.stdout)
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors=_path_errors(as_json))
+            num_bad = _write_predictions(found, sys.stdout, as_json)
         else:
-            with _whole_file(out) as stream:
-                number = _write_predictions(rows, stream)
-            _say(f"{number} images: {out}")
+            with _whole_file(out, _path_errors(as_json)) as stream:
+                num_bad = _write_predictions(found, stream, as_json)
+            _say(f"{found.num_images} images: {out}")
+        if num_bad:
+            raise DataError(f"{num_bad} of {found.num_images} images cannot be read; their rows give the reason as error")
 
 
 @app.command()
@@ -327,20 +338,32 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _write_predictions(rows: Iterable[Mapping[str, Any]], stream: _Rows) -> int:
-    """Rows as CSV: path, label, score, and one column for each class. Returns how many."""
-    writer: csv.DictWriter[str] | None = None
-    number = 0
-    for row in rows:
-        number += 1
-        scores = row["scores"]
-        if writer is None:
-            writer = csv.DictWriter(stream, ["path", "label", "score", *(f"score_{name}" for name in scores)], lineterminator="\n")
-            writer.writeheader()
-        named = {f"score_{name}": score for name, score in scores.items()}
-        writer.writerow({"path": row["path"], "label": row["label"], "score": row["score"], **named})
+def _path_errors(as_json: bool) -> str:
+    """How bytes of a path that are no UTF-8 are written: as they are, or as JSON escapes them."""
+    return "backslashreplace" if as_json else "surrogateescape"
+
+
+def _write_predictions(found: Predictions, stream: _Rows, as_json: bool) -> int:
+    """One row an image, each flushed: CSV of path, label, score, one column for each class and error, or JSON lines.
+
+    Returns:
+        how many could not be read.
+    """
+    from hiresvis.run.files import json_text
+
+    table = csv.writer(stream, lineterminator="\n")
+    num_bad = 0
+    for number, row in enumerate(found.rows):
+        num_bad += row["error"] is not None
+        if not (number or as_json):  # with the first row, so that a run that fails before it leaves nothing
+            table.writerow(["path", "label", "score", *(f"score_{name}" for name in found.classes), "error"])
+        if as_json:
+            stream.write(json_text(row) + "\n")
+        else:
+            scores = row["scores"] or {}
+            table.writerow([row["path"], row["label"], row["score"], *(scores.get(name) for name in found.classes), row["error"]])
         stream.flush()
-    return number
+    return num_bad
 
 
 class _Rows(Protocol):
@@ -376,7 +399,7 @@ def _blamed_on(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[_Output]:
+def _whole_file(path: Path, errors: str = "strict") -> Iterator[_Output]:
     """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
 
     Raises:
@@ -384,7 +407,7 @@ def _whole_file(path: Path) -> Iterator[_Output]:
     """
     partial = path.with_name(f"{path.name}.partial")
     with _blamed_on(path):
-        stream = partial.open("w", encoding="utf-8", newline="")
+        stream = partial.open("w", encoding="utf-8", errors=errors, newline="")
     try:
         yield _Output(stream, path)
         with _blamed_on(path):

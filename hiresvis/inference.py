@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from hiresvis import assemble
-from hiresvis.data.contract import Contract, examine, read_through
+from hiresvis.data.contract import Contract, examine
 from hiresvis.data.decode import open_image
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
-from hiresvis.errors import DataError, Problem, RunFolderError
-from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
-from hiresvis.run import RunDirectory
+from hiresvis.errors import DataError
+from hiresvis.recipe import Resolution
+from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.step import TrainStep
+from hiresvis.trained import Trained, open_run, scores
 
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """A finished run, ready to predict."""
-
-    loaded: LoadedRecipe
-    contract: Contract
-    step: TrainStep
-    eval_batch: int
-
-
-def _open_run(folder: Path) -> _Trained:
-    """The best weights of a run in its own model, with its own preprocessing.
-
-    Raises:
-        RunFolderError: no run, or one without weights.
-    """
-    run = RunDirectory.open(folder)
-    contract = Contract.read(run.contract)
-    loaded = load_recipe(run.resolved)
-    stored = run.read_json("plan.json")
-    if not run.best_weights.is_file():
-        raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
-    device = pick_device()
-    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, with_weights=False)
-    backbone.model.load_state_dict(load_file(run.best_weights))
-    trainable = assemble.freeze_parts(loaded, Resolution(loaded), backbone, norm=stored["norm"])
-    step = assemble.make_step(loaded, trainable, contract, stored["precision"], device)
-    return _Trained(loaded, contract, step, int(stored["eval_batch"]))
+_EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
 
 
 def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
@@ -59,8 +31,8 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
     Raises:
         RunFolderError, DataError: the run or the data cannot be used.
     """
-    trained = _open_run(run)
-    contract = trained.contract
+    trained = open_run(run)
+    contract, step = trained.contract, _make_step(trained)
     if data is not None:
         columns = trained.loaded.recipe.data
         found = load_dataset(
@@ -77,80 +49,131 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
         splits = {name: split for name, split in own.splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
-        loader = EvalLoader(split.samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
-        found_split = evaluate_split(trained.step, loader, name_of=[sample.title for sample in split.samples].__getitem__)
+        loader = _make_loader(trained, split.samples, bad_images="error")
+        found_split = evaluate_split(step, loader, name_of=[sample.title for sample in split.samples].__getitem__)
         results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
     return results
 
 
-def predict(run: Path, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Class names and scores of files and folders.
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Predictions under way.
 
-    Returns:
-        path, label, score, and scores by class name, as they are computed.
+    Attributes:
+        classes: names in the order of the scores.
+        num_images: rows that there will be.
+        notes: lines for people: what was passed over or given twice, and files that cannot be read by their headers.
+        rows: one for each image, in the order of the paths (folders sorted), as they are computed: path, label, score, scores by class
+            name, error. A file that cannot be read has its row, with the reason as error and None for the rest.
+    """
+
+    classes: tuple[str, ...]
+    num_images: int
+    notes: tuple[str, ...]
+    rows: Iterator[dict[str, Any]]
+
+
+def predict(run: Path, paths: Sequence[Path]) -> Predictions:
+    """Class names and scores of files and folders; each file once, at its first place.
 
     Raises:
-        RunFolderError, DataError: at once, when the run, the paths or the headers of some images cannot be used, every one named; the
-            latter also on the way, for an image that only decoding shows to be bad: after the rows of all images before it.
+        RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
     """
-    trained = _open_run(run)
-    samples = load_unlabelled(paths).samples
-    _look_at_headers(samples, trained.contract)
-    return _predictions(trained, samples)
+    trained = open_run(run)
+    found = load_unlabelled(paths)
+    samples = _each_once(found.samples)
+    bad = _bad_headers(samples, trained.contract)
+    notes = []
+    if found.skipped_extensions:
+        counts = ", ".join(f"{count} {extension}" for extension, count in sorted(found.skipped_extensions.items()))
+        notes.append(f"files passed over by extension: {counts}; name them one by one to have them read all the same")
+    if again := len(found.samples) - len(samples):
+        notes.append(f"{again} paths were given more than once; each file has one row")
+    notes += [f"{samples[index].title}  {reason}" for index, reason in list(bad.items())[:_EARLY_NAMED]]
+    if len(bad) > _EARLY_NAMED:
+        notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
+    return Predictions(trained.contract.classes, len(samples), tuple(notes), _rows(trained, samples, bad))
 
 
-def _look_at_headers(samples: Sequence[Sample], contract: Contract) -> None:
-    """Every image's header, before minutes are spent on the first ones.
+def _make_step(trained: Trained) -> TrainStep:
+    loaded = trained.loaded
+    trainable = assemble.freeze_parts(loaded, Resolution(loaded), trained.backbone, norm=trained.plan["norm"])
+    step = assemble.make_step(loaded, trainable, trained.contract, trained.plan["precision"], pick_device())
+    step.model.eval()
+    return step
 
-    Raises:
-        DataError: all that is wrong with them.
-    """
-    preprocess, problems = contract.preprocess(), list[Problem]()
+
+def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str) -> EvalLoader:
+    """With the run's own batch, and as many of its workers as have a batch to load while another is computed."""
+    contract, wanted = trained.contract, trained.loaded.recipe.data.workers
+    return EvalLoader(
+        samples,
+        contract.preprocess(),
+        max_pixels=contract.max_pixels,
+        batch=trained.eval_batch,
+        workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
+        bad_images=bad_images,
+    )
+
+
+def _each_once(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """Without those that name a file again, however they write its path; links count as files of their own."""
+    once: dict[str, Sample] = {}
     for sample in samples:
+        once.setdefault(os.path.abspath(sample.path), sample)
+    return tuple(once.values())
+
+
+def _bad_headers(samples: Sequence[Sample], contract: Contract) -> dict[int, str]:
+    """Position and reason of the images that show in their headers that they cannot be used: known before minutes are spent."""
+    preprocess, bad = contract.preprocess(), {}
+    for index, sample in enumerate(samples):
         try:
             with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
                 examine(image, preprocess, sample.path)
         except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
+            bad[index] = _reason(error)
+    return bad
 
 
-def _predictions(trained: _Trained, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    done = 0
+def _reason(error: DataError) -> str:
+    return "; ".join(problem.message for problem in error.problems)
+
+
+def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """A row for each sample as soon as it and all before it are done: predicted, bad by its header, or bad as only decoding shows."""
+    classes, step = trained.contract.classes, _make_step(trained)
+    good = [index for index in range(len(samples)) if index not in bad]
+    loader = _make_loader(trained, [samples[index] for index in good], bad_images="skip")
+    place_of = {samples[index].title: index for index in good}
+    rows = {index: _bad_row(samples[index], reason) for index, reason in bad.items()}
+    join, done, known = WindowJoin(), 0, 0
     try:
-        for row in _rows(trained, samples):
-            done += 1
-            yield row
-    except DataError:
-        # A batch comes whole or not at all: the images before the bad one are predicted by themselves.
-        yield from _rows(trained, samples[done : done + _num_readable(samples[done:], trained.contract)])
-        raise
+        for item in fetch(loader):
+            if item.indices:
+                indices, logits, _ = join.add(item, step.predict(item.images).cpu())
+                found = zip(indices, scores(logits).tolist(), strict=True)
+                rows |= {good[index]: _row(samples[good[index]], classes, row) for index, row in found}
+            rows |= {place_of[path]: _bad_row(samples[place_of[path]], reason) for path, reason in loader.skipped[known:]}
+            known = len(loader.skipped)
+            while done in rows:
+                yield rows.pop(done)
+                done += 1
+        yield from (rows[index] for index in range(done, len(samples)))  # where every header is bad there is no batch
+    finally:
+        loader.close()
 
 
-def _num_readable(samples: Sequence[Sample], contract: Contract) -> int:
-    """How many images can be decoded before the first that cannot."""
-    for position, sample in enumerate(samples):
-        try:
-            with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
-                read_through(image, contract.preprocess(), sample.path)
-        except DataError:
-            return position
-    return len(samples)
+def _row(sample: Sample, classes: Sequence[str], row: Sequence[float]) -> dict[str, Any]:
+    best = max(range(len(row)), key=row.__getitem__)
+    return {
+        "path": sample.title,
+        "label": classes[best],
+        "score": row[best],
+        "scores": dict(zip(classes, row, strict=True)),
+        "error": None,
+    }
 
 
-def _rows(trained: _Trained, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    contract = trained.contract
-    loader = EvalLoader(samples, contract.preprocess(), max_pixels=contract.max_pixels, batch=trained.eval_batch)
-    trained.step.model.eval()
-    join = WindowJoin()
-    for item in loader:
-        indices, logits, _ = join.add(item, trained.step.predict(item.images).cpu())
-        for index, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
-            best = max(range(len(row)), key=row.__getitem__)
-            yield {
-                "path": samples[index].title,
-                "label": contract.classes[best],
-                "score": row[best],
-                "scores": dict(zip(contract.classes, row, strict=True)),
-            }
+def _bad_row(sample: Sample, reason: str) -> dict[str, Any]:
+    return {"path": sample.title, "label": None, "score": None, "scores": None, "error": reason}

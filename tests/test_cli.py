@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from hiresvis import cli, errors
+from hiresvis.inference import Predictions
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Notice
 
@@ -188,12 +189,41 @@ def test_an_unforeseen_error_is_one_line_and_a_file(capsys, tmp_path, monkeypatc
     assert "ZeroDivisionError: division by zero" in saved.read_text()
 
 
+def predictions(*rows: dict[str, object]) -> Predictions:
+    return Predictions(("good", "bad"), len(rows), (), iter(rows))
+
+
+SOUND = {"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}, "error": None}
+UNREAD = {"path": "c.jpg", "label": None, "score": None, "scores": None, "error": "is empty (0 bytes)"}
+
+
 def test_predictions_are_a_table_with_a_column_for_each_class():
-    """Path, best label, its score, then every class's score."""
+    """Path, best label, its score, every class's score, and why a file could not be read; those are counted."""
     stream = io.StringIO()
-    rows = [{"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}}]
-    assert cli._write_predictions(iter(rows), stream) == 1
-    assert stream.getvalue() == 'path,label,score,score_good,score_bad\n"a, b.jpg",bad,0.75,0.25,0.75\n'
+    assert cli._write_predictions(predictions(UNREAD, SOUND), stream, as_json=False) == 1
+    assert stream.getvalue() == (
+        'path,label,score,score_good,score_bad,error\nc.jpg,,,,,is empty (0 bytes)\n"a, b.jpg",bad,0.75,0.25,0.75,\n'
+    )
+
+
+def test_predictions_as_json_are_an_object_a_line():
+    """The same values under the same names, null where there are none."""
+    stream = io.StringIO()
+    assert cli._write_predictions(predictions(SOUND, UNREAD), stream, as_json=True) == 1
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == [SOUND, UNREAD]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_path_that_is_no_text_is_written_all_the_same(tmp_path, as_json):
+    """Bytes of a name that are no UTF-8 come back from the table as they were, and from JSON by its escapes."""
+    name = os.fsdecode(b"caf\xe9.jpg")
+    with cli._whole_file(tmp_path / "out", cli._path_errors(as_json)) as stream:
+        cli._write_predictions(predictions({**SOUND, "path": name}), stream, as_json)
+    written = (tmp_path / "out").read_bytes()
+    if as_json:
+        assert json.loads(written)["path"] == name
+    else:
+        assert b"\ncaf\xe9.jpg,bad," in written
 
 
 def test_a_table_takes_its_name_when_it_is_whole(tmp_path):
@@ -235,9 +265,8 @@ def test_a_full_disk_is_blamed_on_out(tmp_path):
     """Where writing itself fails, the message names the file that was asked for."""
     (tmp_path / "out.csv.partial").symlink_to("/dev/full")
     said = r"out\.csv: not written \(No space left on device\); give another file to --out"
-    rows = [{"path": "a.jpg", "label": "bad", "score": 1.0, "scores": {"bad": 1.0}}]
     with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
-        cli._write_predictions(rows, stream)
+        cli._write_predictions(predictions(SOUND), stream, as_json=False)
     (tmp_path / "out.csv.partial").symlink_to("/dev/full")
     with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
         stream.write("what is written when the file is closed")

@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(("backbone", "data"), 3),
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "settle", "plan_report"), 5),
-    **dict.fromkeys(("costing", "api"), 6),
+    **dict.fromkeys(("costing", "api", "trained"), 6),
     **dict.fromkeys(("resume", "verify"), 7),
     **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "cli", "__main__"), 8),
 }

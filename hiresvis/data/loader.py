@@ -185,7 +185,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """All samples once, in their order, without augmentation; unreadable files are errors. Each item is a batch of its own.
+    """All samples once, in their order, without augmentation. Each item is a batch of its own.
+
+    Unreadable files are errors; with bad_images="skip" (for prediction alone) each is missing from its batch, which may then be empty, and
+    is listed in `skipped` as (title, reason) when its batch comes, in windows once for each that could not be read.
 
     With fit "tile" a sample is as many images as it has windows, one after another and across items (`train.joining` brings them
     together), and the batch counts windows. Held at once are the batches on their way, and in each process that loads one open image: of
@@ -200,12 +203,15 @@ class EvalLoader:
         max_pixels: int,
         batch: int,
         workers: int = 0,
+        bad_images: str = "error",
         pin: bool = False,
         start_method: str | None = None,
     ) -> None:
+        assert bad_images in ("error", "skip"), bad_images
         self.samples = tuple(samples)
+        self.skipped: list[tuple[str, str]] = []
         self.set_batch(batch)
-        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, False, training=False)
+        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, bad_images == "skip", training=False)
         self._windows: tuple[int, ...] | None = None
         self._iteration = 0
         self._engine = _Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
@@ -223,8 +229,10 @@ class EvalLoader:
         self._iteration += 1
         mine = self._iteration
         self._source.held.release()
+        self.skipped.clear()
         try:
             for result in self._engine.run(self._tasks()):
+                self.skipped += result.skipped
                 if result.micro_batch is not None:
                     yield result.micro_batch
         finally:

@@ -91,12 +91,13 @@ class ImageSource:
     held: _HeldImage = field(default_factory=lambda: _HeldImage())
 
     def __getitem__(self, task: Task) -> Loaded:
-        arrays, kept, problems, skipped = [], [], [], []
+        arrays, kept, counts, problems, skipped = [], [], list[int](), [], []
         for place, index in enumerate(task.indices):
             sample = self.samples[index]
             try:
                 arrays.append(self._load(task, place))
                 kept.append(index)
+                counts += task.num_windows[place : place + 1]
             except DataError as error:
                 problems += [_at_row(problem, sample) for problem in error.problems]
                 skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
@@ -106,7 +107,7 @@ class ImageSource:
         targets = torch.tensor(labels, dtype=torch.int64)
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
         images = stack(arrays, shape)
-        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, task.num_windows)
+        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
         return Loaded(task, batch, skipped=tuple(skipped))
 
     def _load(self, task: Task, place: int) -> np.ndarray:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 
 class WindowJoin:
-    """Takes a loader's items in their order; gives back images that are complete."""
+    """Takes a loader's items in their order; gives back images that are complete. One of which a window is missing never is."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._seen = 0
+        self._index = -1
 
     def add(self, item: Any, logits: Tensor) -> tuple[tuple[int, ...], Tensor, Tensor]:
         """(indices, logits, targets) of the samples that this item completes, in their order; possibly none.
@@ -36,6 +37,8 @@ class WindowJoin:
                 rows.append(row)
                 joined.append(logits[row])
                 continue
+            if item.indices[row] != self._index:
+                self._sum, self._seen, self._index = None, 0, item.indices[row]
             value = logits[row].to(torch.float64)
             self._sum = value if self._sum is None else self._sum + value
             self._seen += 1

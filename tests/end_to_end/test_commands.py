@@ -193,37 +193,6 @@ def test_a_warmup_longer_than_the_run_is_told_before_anything_is_built(workshop)
     assert "warmup 500 is 500 steps, not between 0 and the run's 6 steps" in done.err
 
 
-def test_predict_names_every_image_that_cannot_be_read_before_it_begins(trained, tmp_path):
-    """Headers are looked at first, so nothing is computed in vain."""
-    images = tmp_path / "images"
-    shutil.copytree(trained.data / "test", images)
-    first, second, *_ = sorted(images.rglob("*.png")) or sorted(images.rglob("*.jpg"))
-    first.write_bytes(b"")
-    second.write_text("no image")
-    done = trained("predict", trained.path(""), images, "--out", tmp_path / "out.csv")
-    assert done.code == 3
-    assert f"{first}  is empty" in done.err
-    assert str(second) in done.err
-    assert list(tmp_path.glob("out.csv*")) == []
-
-
-def test_predict_keeps_the_rows_before_an_image_that_only_decoding_shows_to_be_bad(trained, tmp_path):
-    """Its own batch's included; the message says where they are."""
-    images = tmp_path / "images"
-    images.mkdir()
-    rng = np.random.default_rng(0)
-    for number in range(5):
-        Image.fromarray(rng.integers(0, 256, (90, 90, 3), dtype=np.uint8)).save(images / f"{number}.png")
-    victim = images / "3.png"
-    victim.write_bytes(victim.read_bytes()[:-5000])
-    done = trained("predict", trained.path(""), images, "--out", tmp_path / "out.csv")
-    assert done.code == 3
-    assert str(victim) in done.err
-    assert f"{tmp_path / 'out.csv.partial'} keeps the rows that were done" in done.err
-    rows = (tmp_path / "out.csv.partial").read_text().splitlines()[1:]
-    assert [row.split(",")[0] for row in rows] == [str(images / f"{number}.png") for number in range(3)]
-
-
 def test_classes_come_from_train_alone(open_workshop, draw, tmp_path):
     """val lacks the first class: its labels keep their numbers, and evaluation counts them right."""
     data = draw(tmp_path / "data", {"train": {"a": 3, "b": 3, "c": 3}, "val": {"b": 2, "c": 2}})

@@ -244,17 +244,6 @@ def test_predict_scores_what_predictions_csv_says(trained):
         assert float(row["score"]) == pytest.approx(float(told[row["path"]]["score"]), abs=2e-6)
 
 
-def test_predict_of_a_broken_file_names_it(trained, tmp_path):
-    """Exit 3, the path and the reason; --out keeps no table that looks whole."""
-    whole = sorted((trained.data / "test" / "ok").iterdir())[0].read_bytes()
-    (tmp_path / "a.jpg").write_bytes(whole)
-    (tmp_path / "b.jpg").write_bytes(whole[: len(whole) // 2])
-    done = trained("predict", trained.path(""), tmp_path, "--out", tmp_path / "out.csv")
-    assert done.code == 3
-    assert str(tmp_path / "b.jpg") in done.err
-    assert not (tmp_path / "out.csv").exists()
-
-
 def test_predict_of_nothing_ends_with_3(trained, tmp_path):
     """A missing path is named, as is a folder without images."""
     missing = trained("predict", trained.path(""), tmp_path / "nothing.png")

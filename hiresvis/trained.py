@@ -1,0 +1,63 @@
+"""A finished run opened again: its model with the best weights, its contract, and what its scores are. evaluate, predict and export
+begin here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hiresvis import assemble
+from hiresvis.backbone.build import Backbone
+from hiresvis.data.contract import Contract
+from hiresvis.errors import RunFolderError
+from hiresvis.recipe import LoadedRecipe, load_recipe
+from hiresvis.run import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run with weights.
+
+    Attributes:
+        loaded: the resolved recipe.
+        contract: the run's own preprocessing.
+        backbone: the model with the best weights, fp32, on the CPU, in eval mode, no plan applied.
+        plan: plan.json.
+    """
+
+    loaded: LoadedRecipe
+    contract: Contract
+    backbone: Backbone
+    plan: dict[str, Any]
+
+    @property
+    def eval_batch(self) -> int:
+        """Images of one forward in the run's evaluations: the same batch gives the same digits."""
+        return int(self.plan["eval_batch"])
+
+
+def open_run(folder: Path) -> Trained:
+    """The best weights of a run in its own model, with its own preprocessing.
+
+    Raises:
+        RunFolderError: no run, or one without weights.
+    """
+    run = RunDirectory.open(folder)
+    contract = Contract.read(run.contract)
+    loaded = load_recipe(run.resolved)
+    stored = run.read_json("plan.json")
+    if not run.best_weights.is_file():
+        raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
+    backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, with_weights=False)
+    backbone.model.load_state_dict(load_file(run.best_weights))
+    backbone.model.eval()
+    return Trained(loaded, contract, backbone, stored)
+
+
+def scores(logits: Tensor) -> Tensor:
+    """What predict writes and an exported graph gives, of logits (b, classes): probabilities, which add up to 1."""
+    return logits.softmax(dim=1)
