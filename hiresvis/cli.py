@@ -47,6 +47,21 @@ class Ui(str, Enum):
     off = "off"
 
 
+class Format(str, Enum):
+    """What a run is exported as."""
+
+    safetensors = "safetensors"
+    onnx = "onnx"
+
+
+class Pixels(str, Enum):
+    """What an ONNX graph takes."""
+
+    auto = "auto"
+    uint8 = "uint8"
+    float32 = "float32"
+
+
 app = typer.Typer(
     help="Fine-tune vision models on large images within a memory budget.",
     no_args_is_help=True,
@@ -210,6 +225,23 @@ def predict(
             _say(f"{found.num_images} images: {out}")
         if num_bad:
             raise DataError(f"{num_bad} of {found.num_images} images cannot be read; their rows give the reason as error")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    to: Annotated[Format, typer.Option("--to", help="Weights for timm, or a graph for onnxruntime.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to make; RUN/export/FORMAT.", show_default=False)] = None,
+    pixels: Annotated[Pixels, typer.Option(help="What the ONNX graph takes: bytes, or 0 to 1.")] = Pixels.auto,
+    force: Annotated[bool, typer.Option("--force", help="Replace an export that is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The best weights for use elsewhere, with contract.json beside them, compared with the run's model."""
+    with _ending():
+        from hiresvis.export import export as run_export
+
+        found = run_export(run, to=to.value, out=out, pixels=pixels.value, force=force, say=_say)
+        _print_report(found, as_json)
 
 
 @app.command()

@@ -23,10 +23,10 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "settle", "plan_report"), 5),
     **dict.fromkeys(("costing", "api", "trained"), 6),
-    **dict.fromkeys(("resume", "verify"), 7),
-    **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "cli", "__main__"), 8),
+    **dict.fromkeys(("resume", "verify", "onnx_graph"), 7),
+    **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
 }
-COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference")
+COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "export")
 # Library -> the parts that may import it. Others may import what they like.
 ONLY_IN = {
     "rich": {"ui", "cli"},
@@ -38,6 +38,8 @@ ONLY_IN = {
     "matplotlib": {"plan_plot"},
     "wandb": {"trackers"},
     "mlflow": {"trackers"},
+    "onnx": {"onnx_graph"},
+    "onnxruntime": {"onnx_graph"},
 }
 TORCH = {"torch", "torchvision", "torchmetrics", "timm", "albumentations"}
 # Parts above floor 1 that load without torch: what they need of it they import when they need it.
@@ -167,7 +169,7 @@ def test_lower_floors_and_views_load_without_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("fit",), ("plan",), ("check",), ("evaluate",), ("predict",), ("report",), ("schema",), ("models",)]
+    "command", [(), ("fit",), ("plan",), ("check",), ("evaluate",), ("predict",), ("export",), ("report",), ("schema",), ("models",)]
 )
 def test_help_imports_nothing_heavy(command):
     """--help of the program and of each command answers without torch, numpy, yaml or rich."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import statistics
 import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Backbone:
         std: per channel, of images in 0..1.
         stride: pixels of the image per pixel of the last feature map.
         interpolation: how the weights' images were resized (`bicubic`, ...).
+        arguments: what `timm.create_model` was given besides the name, but for the weights: they build the model again.
         notes: what was decided on the way, for the user.
     """
 
@@ -42,6 +44,7 @@ class Backbone:
     std: tuple[float, ...]
     stride: int
     interpolation: str
+    arguments: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
@@ -83,7 +86,8 @@ def build_backbone(
         with nullcontext() if initialise else _NotInitialising():
             model, notes = _with_weights(name, cfg, pretrained, num_classes, seed, kwargs)
     mean, std, more = _normalisation(cfg, pretrained, in_chans)
-    return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, (*fit.notes, *notes, *more))
+    arguments = {"num_classes": num_classes, **kwargs}
+    return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, arguments, (*fit.notes, *notes, *more))
 
 
 class _NotInitialising(TorchDispatchMode):

@@ -321,6 +321,7 @@ def next_commands(run_dir: str) -> tuple[str, ...]:
     return (
         f"hiresvis evaluate {folder}",
         f"hiresvis predict {folder} IMAGE... --out predictions.csv",
+        f"hiresvis export {folder} --to onnx",
         f"hiresvis report {folder}",
     )
 

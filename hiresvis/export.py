@@ -1,0 +1,279 @@
+"""`hiresvis export`: a run's best weights for use elsewhere, the preprocessing contract beside them, and proof that they compute the same.
+
+    --to safetensors    model.safetensors and config.json, in timm's own layout; built again by timm alone and compared bit for bit
+    --to onnx           model.onnx; run by onnxruntime on validation images and compared with torch
+
+Weights are fp32 whatever the run's precision, and no plan is part of them. A folder takes its name when it is whole and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hiresvis import __version__, assemble
+from hiresvis.backbone.portable import CONFIG, WEIGHTS, rebuild, timm_config
+from hiresvis.data.decode import probe
+from hiresvis.data.loader import EvalLoader
+from hiresvis.data.sources import Sample
+from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
+from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_onnx
+from hiresvis.recipe import Resolution
+from hiresvis.run.files import json_text, reason
+from hiresvis.train.snapshot import save_weights
+from hiresvis.trained import Trained, open_run
+from hiresvis.units import format_size
+
+CONTRACT, ONNX = "contract.json", "model.onnx"
+_OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, ONNX, f"{ONNX}.data"})
+_COMPARED, _BATCH = 16, 2  # images of val, spread over it, and how many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `hiresvis export` prints.
+
+    Attributes:
+        folder: where the files are.
+        files: names and bytes.
+        facts: by name: of ONNX input, outputs, classes, opset and exporter, of safetensors model; of both compared.
+    """
+
+    folder: str
+    files: dict[str, int]
+    facts: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: folder, files with bytes, and the facts."""
+        return {"folder": self.folder, "files": self.files, **self.facts}
+
+    def lines(self) -> list[str]:
+        """Text for a terminal."""
+        told = [("file", f"{Path(self.folder) / name} ({format_size(size)})") for name, size in self.files.items()]
+        if model := self.facts.get("model"):
+            told.append(("model", ", ".join(f"{key} {value}" for key, value in model.items())))
+        if taken := self.facts.get("input"):
+            told.append(("input", f"{taken['name']} {_shape(taken['shape'])} {taken['dtype']} ({taken['why']}); normalised by the graph"))
+            told += [("output", f"{name} {_shape(shape)}") for name, shape in self.facts["outputs"].items()]
+            told.append(("graph", f"opset {self.facts['opset']}, by torch's {self.facts['exporter']} exporter"))
+        compared = self.facts["compared"]
+        text = f"with {compared['with']} on {compared['images']} images of {compared['source']}: "
+        if "bound" in compared:
+            text += f"largest difference {compared['largest_difference']:.2g} (bound {compared['bound']:.2g}), "
+            text += f"same class on {compared['same_class']}"
+        else:
+            text += "equal bit for bit"
+        return [f"{name:8}  {line}" for name, line in (*told, ("compared", text))]
+
+
+def export(
+    run: Path, *, to: str, out: Path | None = None, pixels: str = "auto", force: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Exported:
+    """Writes the export of a run.
+
+    Args:
+        run: a run folder.
+        to: "safetensors" or "onnx".
+        out: the folder to make; RUN/export/<to> where None.
+        pixels: what the ONNX graph takes: "uint8", "float32" (0 to 1), or "auto": bytes, unless the contract has a number range or
+            images of val have more than 8 bits.
+        force: replace an export that is there.
+        say: told what takes time before it starts, and what was not as it should be.
+
+    Raises:
+        RecipeError: bytes are asked for, and the contract has a number range.
+        RunFolderError: no run, one without weights, or something at `out` already.
+        MissingExtra: --to onnx without its packages.
+        EnvironmentFailed: the disk.
+        HiresvisError: what was written does not compute what the run's model does; nothing is left at `out`.
+    """
+    if to == "onnx":
+        need_onnx()
+    trained = open_run(run)
+    if pixels == "uint8" and trained.contract.scale.kind == "range":
+        low, high = trained.contract.scale.low, trained.contract.scale.high
+        raise RecipeError(f"--pixels uint8: this run's images have a number range, {low:g} to {high:g}, which becomes 0 to 1; use float32")
+    out = run / "export" / to if out is None else out
+    with _folder(out, force=force) as stage:
+        samples = _val_samples(trained, say)
+        contract = json_text(trained.contract.to_json(), indent=2) + "\n"
+        (stage / CONTRACT).write_text(contract, encoding="utf-8")
+        if to == "onnx":
+            facts = _write_onnx(trained, samples, stage, pixels, say)
+        else:
+            facts = _write_safetensors(trained, samples, stage, say)
+        files = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
+    return Exported(str(out), files, facts)
+
+
+def _write_safetensors(trained: Trained, samples: list[Sample], stage: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    contract, model = trained.contract, trained.backbone.model
+    config = timm_config(
+        trained.backbone,
+        classes=contract.classes,
+        image_size=contract.image_size,
+        mean=contract.mean,
+        std=contract.std,
+        interpolation=contract.interpolation,
+    )
+    (stage / CONFIG).write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
+    metadata = {"config": json_text(config), "contract": json_text(contract.to_json()), "hiresvis": __version__}
+    save_weights(stage / WEIGHTS, model.state_dict(), metadata={"format": "pt", **metadata})
+    shutil.copymode(stage / CONFIG, stage / WEIGHTS)  # safetensors gives a file to its owner alone; this one is to be handed on
+    batches, source = _batches(trained, samples, "float32", say)
+    own, again = Graph(model, contract), Graph(rebuild(stage), contract)
+    with torch.no_grad():
+        same = all(torch.equal(again(pixels)[0], own(pixels)[0]) for pixels in batches)
+    if not same:
+        raise HiresvisError(f"what timm builds from {CONFIG} gives other logits than the run's model; nothing is written")
+    return {
+        "model": {"architecture": config["architecture"], "num_classes": config["num_classes"], **config["model_args"]},
+        "compared": {"with": "the run's model", "images": sum(map(len, batches)), "source": source},
+    }
+
+
+def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: str, say: Callable[[str], None]) -> dict[str, Any]:
+    contract = trained.contract
+    dtype, why = _pixel_type(trained, samples) if pixels == "auto" else (pixels, "given")
+    batches, source = _batches(trained, samples, dtype, say)
+    shape = ["batch", *contract.image_size, contract.channels]
+    facts = {
+        "input": {"name": INPUT, "shape": shape, "dtype": dtype, "why": why},
+        "outputs": {name: ["batch", len(contract.classes)] for name in OUTPUTS},
+        "classes": list(contract.classes),
+        "opset": OPSET,
+    }
+    metadata = {"contract": contract.to_json(), "model": trained.backbone.name, "hiresvis": __version__, **facts}
+    texts = {key: value if isinstance(value, str) else json_text(value) for key, value in metadata.items()}
+    say(f"exporting {trained.backbone.name} and comparing it on {sum(map(len, batches))} images")
+    found = write_onnx(Graph(trained.backbone.model, contract).eval(), batches, stage / ONNX, texts)
+    compared = {
+        "with": "torch on the CPU, fp32",
+        "images": found.num_images,
+        "source": source,
+        "largest_difference": found.largest_difference,
+        "bound": found.bound,
+        "same_class": found.num_agreeing,
+    }
+    return {**facts, "exporter": found.exporter, "compared": compared}
+
+
+def _val_samples(trained: Trained, say: Callable[[str], None]) -> list[Sample]:
+    """The run's validation images; none where its data is gone."""
+    try:
+        return list(assemble.read_datasets(trained.loaded, Resolution(trained.loaded)).val.samples)
+    except DataError as error:
+        say(f"the run's validation images cannot be had ({error.problems[0]}); random pixels are compared instead")
+        return []
+
+
+def _pixel_type(trained: Trained, samples: list[Sample]) -> tuple[str, str]:
+    """(dtype, why) of the graph's input."""
+    contract = trained.contract
+    if contract.scale.kind == "range":
+        return "float32", "the contract maps values from its own range to 0 to 1"
+    deep = 0
+    for sample in samples:
+        with suppress(DataError):
+            deep += probe(sample.path, contract.max_pixels).bits > 8
+    if deep:
+        return "float32", f"{deep} of {len(samples)} images of val have more than 8 bits; bytes are divided by 255"
+    return "uint8", f"all {len(samples)} images of val have 8 bits" if samples else "the contract takes bytes as they are"
+
+
+def _batches(trained: Trained, samples: list[Sample], dtype: str, say: Callable[[str], None]) -> tuple[list[Tensor], str]:
+    """Pixels to compare on, the first batch of two or more: images of val spread over it, or random ones."""
+    contract = trained.contract
+    chosen = [samples[position * len(samples) // _COMPARED] for position in range(_COMPARED)] if len(samples) > _COMPARED else samples
+    loader = EvalLoader(chosen, contract.preprocess(), max_pixels=contract.max_pixels, batch=_BATCH, bad_images="skip")
+    found = [_as_type(item.images, dtype) for item in loader if item.indices]
+    if not found:
+        if samples:
+            say(f"no image of val can be read ({loader.skipped[0][0]}  {loader.skipped[0][1]}); random pixels are compared instead")
+        shape = (_BATCH, *contract.image_size, contract.channels)
+        bytes_ = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        return [_as_type(bytes_, dtype)], "random pixels"
+    if len(found[0]) < _BATCH:
+        found[0] = found[0].repeat(_BATCH, 1, 1, 1)
+    return found, "val"
+
+
+def _as_type(images: Tensor, dtype: str) -> Tensor:
+    """Bytes or 0 to 1, whatever the loader gave."""
+    if dtype == "uint8":
+        return images if images.dtype == torch.uint8 else (images * 255).round().to(torch.uint8)
+    return images.float() / 255 if images.dtype == torch.uint8 else images
+
+
+@contextmanager
+def _folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when the work inside is done, and is gone when it fails.
+
+    Raises:
+        RunFolderError: something is at `out` that is not to be replaced.
+        EnvironmentFailed: it cannot be written.
+    """
+    _refuse_existing(out, force=force)
+    stage, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    made = [folder for folder in out.parents if not folder.exists()]
+    try:
+        with _blamed_on(out):
+            stage.mkdir(parents=True)
+        yield stage
+        with _blamed_on(out):
+            for path in (*stage.iterdir(), stage):
+                _sync(path)
+            if out.exists():
+                os.replace(out, old)
+            os.replace(stage, out)
+            _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        if old.exists() and not out.exists():
+            os.replace(old, out)
+        for folder in made:
+            with suppress(OSError):  # not empty: somebody else's
+                folder.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_existing(out: Path, *, force: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise RunFolderError(f"{out} is a file; give a folder to --out")
+    there = {path.name for path in out.iterdir()}
+    if strange := sorted(there - _OURS):
+        raise RunFolderError(f"{out} is there already and holds {strange[0]}, which no export made; give another folder to --out")
+    if there and not force:
+        raise RunFolderError(f"{out} holds an export already; give another folder to --out, or --force to replace it")
+
+
+@contextmanager
+def _blamed_on(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFailed(f"{out}: not written ({reason(error)}); give another folder to --out") from error
+
+
+def _sync(path: Path) -> None:
+    with suppress(OSError):  # some network file systems refuse to sync folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _shape(sizes: list[Any]) -> str:
+    return f"({', '.join(map(str, sizes))})"

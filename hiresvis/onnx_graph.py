@@ -1,0 +1,202 @@
+"""A run's model as an ONNX graph, and the graph held against the model it was made from.
+
+The graph begins where preprocessing ends, and normalises by itself: `pixels` (batch, height, width, channels), bytes or 0 to 1, so
+that nobody can normalise wrongly. It gives `logits` and `scores`. torch's dynamo exporter is tried first, its older one where that
+fails or gives other numbers; onnxruntime then runs the file itself on real images.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hiresvis.data.contract import Contract, make_prepare
+from hiresvis.errors import HiresvisError, MissingExtra
+from hiresvis.trained import scores
+
+OPSET = 18  # what dynamo's translations are written for; onnxruntime 1.14 and later read it
+INPUT, OUTPUTS = "pixels", ("logits", "scores")
+BOUND = 1e-4  # of the largest logit, or of 1: rounding gives some 1e-6, a layer done wrongly far more
+_ONE_FILE_BYTES = 1 << 30  # a protobuf ends at 2 GiB; weights above this lie in a file beside it
+_NEEDED = ("onnx", "onnxruntime", "onnxscript")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The graph in onnxruntime against the model in torch, both fp32 on the CPU.
+
+    Attributes:
+        exporter: which of torch's made the graph.
+        num_images: compared, in batches and one alone.
+        largest_difference: of any logit.
+        bound: above which the graph is refused.
+        num_agreeing: images with the same best class.
+    """
+
+    exporter: str
+    num_images: int
+    largest_difference: float
+    bound: float
+    num_agreeing: int
+
+
+class Graph(nn.Module):
+    """Pixels as preprocessing leaves them, (batch, height, width, channels), to logits and scores (batch, classes).
+
+    Args:
+        model: in eval mode, on the CPU, fp32.
+        contract: its mean and std.
+    """
+
+    def __init__(self, model: nn.Module, contract: Contract) -> None:
+        super().__init__()
+        self.model = model
+        self._prepare = make_prepare(contract, torch.device("cpu"), channels_last=False)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(self._prepare(pixels))
+        return logits, scores(logits)
+
+
+def need_onnx() -> None:
+    """Refuses at once what would fail after the model is loaded.
+
+    Raises:
+        MissingExtra: a package is not installed.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"--to onnx needs {', '.join(missing)}: pip install 'hiresvis[export]'")
+
+
+def write_onnx(graph: Graph, batches: Sequence[Tensor], path: Path, metadata: Mapping[str, str]) -> Comparison:
+    """Writes the graph and compares it.
+
+    Args:
+        graph: in eval mode.
+        batches: of pixels, each (b, h, w, c) of one dtype, which becomes the input's; the first has two images or more.
+        path: of the file to write; weights of more than 1 GiB go into one beside it, `<name>.data`.
+        metadata: goes into the file as text.
+
+    Raises:
+        HiresvisError: no exporter gives a graph with the model's numbers; says what each did. `path` is then not to be used.
+    """
+    failures = []
+    for exporter, write in _EXPORTERS.items():
+        made = path.parent / exporter  # a folder of its own: the older exporter writes large weights as a file a tensor
+        made.mkdir()
+        try:
+            with _quiet(), torch.no_grad():
+                write(graph, batches[0], made / path.name)
+            _rewrite(made / path.name, path, metadata, apart=_num_bytes(graph) > _ONE_FILE_BYTES)
+            found = compare(graph, batches, path, exporter)
+        except (OSError, MemoryError):  # the machine, not the model
+            raise
+        except Exception as error:  # exporters and runtime raise anything for a model that they do not take
+            failures.append(f"{exporter}: {_first_line(error)}")
+            continue
+        finally:
+            shutil.rmtree(made)
+        if found.largest_difference <= found.bound:  # which no NaN is
+            return found
+        failures.append(f"{exporter}: outputs differ by up to {found.largest_difference:.3g}, above the bound of {found.bound:.3g}")
+    raise HiresvisError(
+        f"no ONNX graph of this model computes what torch {torch.__version__} does; nothing is written. {'; '.join(failures)}. "
+        "--to safetensors hands on the same weights for timm"
+    )
+
+
+def compare(graph: Graph, batches: Sequence[Tensor], path: Path, exporter: str) -> Comparison:
+    """Every batch whole, and the first image by itself, through the file and through the model."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    difference, largest, num_agreeing = 0.0, 1.0, 0
+    for position, pixels in enumerate((*batches, batches[0][:1])):
+        with torch.no_grad():
+            wanted = [output.numpy() for output in graph(pixels)]
+        given = session.run(list(OUTPUTS), {INPUT: pixels.numpy()})
+        # NumPy's maximum, unlike Python's, lets a NaN through
+        difference = float(np.max([difference, *(np.abs(one - other).max() for one, other in zip(given, wanted, strict=True))]))
+        if position < len(batches):
+            largest = max(largest, float(np.abs(wanted[0]).max()))
+            num_agreeing += int((given[0].argmax(axis=1) == wanted[0].argmax(axis=1)).sum())
+    return Comparison(exporter, sum(len(pixels) for pixels in batches), difference, BOUND * largest, num_agreeing)
+
+
+def _by_dynamo(graph: Graph, pixels: Tensor, path: Path) -> None:
+    torch.onnx.export(
+        graph,
+        (pixels,),
+        path,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=[INPUT],
+        output_names=list(OUTPUTS),
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=_num_bytes(graph) > _ONE_FILE_BYTES,  # in one file a protobuf would be too large
+        verbose=False,
+    )
+
+
+def _by_torchscript(graph: Graph, pixels: Tensor, path: Path) -> None:
+    torch.onnx.export(
+        graph,
+        (pixels,),
+        str(path),
+        dynamo=False,
+        opset_version=OPSET,
+        input_names=[INPUT],
+        output_names=list(OUTPUTS),
+        dynamic_axes={name: {0: "batch"} for name in (INPUT, *OUTPUTS)},
+    )
+
+
+_EXPORTERS: Mapping[str, Callable[[Graph, Tensor, Path], None]] = {"dynamo": _by_dynamo, "torchscript": _by_torchscript}
+
+
+def _num_bytes(graph: Graph) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in graph.state_dict().values())
+
+
+def _rewrite(made: Path, path: Path, metadata: Mapping[str, str], *, apart: bool) -> None:
+    """What an exporter made as one file, or with its weights apart as two; our metadata in, and out what exporters note of the machine
+    (call stacks with paths, at every node)."""
+    import onnx
+
+    model = onnx.load(str(made))
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    onnx.helper.set_model_props(model, dict(metadata))
+    onnx.save(model, str(path), save_as_external_data=apart, location=f"{path.name}.data")
+    onnx.checker.check_model(str(path))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters advise their own developers, in warnings and log lines; what comes of it is measured here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}, {(str(error).strip().splitlines() or ['no reason given'])[0][:200]}"
