@@ -187,15 +187,16 @@ def _rewrite(made: Path, path: Path, metadata: Mapping[str, str], *, apart: bool
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Exporters advise their own developers, in warnings and log lines; what comes of it is measured here."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in loggers.items():
+            logger.setLevel(level)
 
 
 def _first_line(error: Exception) -> str:

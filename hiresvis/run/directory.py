@@ -5,7 +5,7 @@ recipe.resolved.yaml    every value and its origin  metrics.csv     one row an e
 plan.json               the memory plan             train.log       lines for people
 contract.json           how pixels become input     predictions.csv the best weights, sample by sample
 weights/best.safetensors                            report.html
-snapshot/               what --resume needs
+snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
 """
 
 from __future__ import annotations
