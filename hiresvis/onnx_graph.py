@@ -103,7 +103,7 @@ def write_onnx(graph: Graph, batches: Sequence[Tensor], path: Path, metadata: Ma
         except (OSError, MemoryError):  # the machine, not the model
             raise
         except Exception as error:  # exporters and runtime raise anything for a model that they do not take
-            failures.append(f"{exporter}: {_first_line(error)}")
+            failures.append(f"{exporter}: {_root(error)}")
             continue
         finally:
             shutil.rmtree(made)
@@ -199,5 +199,8 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _first_line(error: Exception) -> str:
+def _root(error: BaseException) -> str:
+    """The first line of what began it: around that, exporters wrap advice on how to report it to their developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}, {(str(error).strip().splitlines() or ['no reason given'])[0][:200]}"

@@ -46,7 +46,8 @@ def timm_config(
             "mean": list(mean),
             "std": list(std),
             "num_classes": num_classes,
-            # timm would sum or repeat this layer's weights over other channels than 3; these have their own number already
+            # timm adapts this layer to other channels than 3; these weights have their own number already, and older releases of it would
+            # begin the layer anew
             "first_conv": cfg.first_conv if channels == 3 else None,
             "classifier": cfg.classifier,
             "custom_load": False,

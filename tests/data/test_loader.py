@@ -337,3 +337,15 @@ class TestEvaluation:
         assert item.images.dtype == torch.float32
         torch.testing.assert_close(item.images[0], alone.images[0] / 255)
         torch.testing.assert_close(item.images[1], torch.full_like(item.images[1], 0.2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_prediction_goes_on_past_files_that_cannot_be_read(samples: tuple[Sample, ...], workers: int) -> None:
+    """Each is missing from its batch, which may be empty, and listed with its reason when that comes, once however often one iterates."""
+    for index in (1, 4, 5, 6, 7):
+        samples[index].path.write_bytes(b"")
+    with closing(EvalLoader(samples, PREPROCESS, max_pixels=10**6, batch=4, workers=workers, bad_images="skip")) as loader:
+        for _ in range(2):
+            listed = [(item.indices, tuple(item.images.shape), len(loader.skipped)) for item in loader]
+            assert listed == [((0, 2, 3), (3, *SIZE, 3), 1), ((), (0, *SIZE, 3), 5), ((8, 9, 10), (3, *SIZE, 3), 5)]
+            assert loader.skipped == [(str(samples[index].path), "is empty (0 bytes)") for index in (1, 4, 5, 6, 7)]
