@@ -67,7 +67,7 @@ class Exported:
         compared = self.facts["compared"]
         text = f"with {compared['with']} on {compared['images']} images of {compared['source']}: "
         if "bound" in compared:
-            text += f"largest difference {compared['largest_difference']:.2g} (bound {compared['bound']:.2g}), "
+            text += f"logits differ by up to {compared['largest_difference']['logits']:.2g} (bound {compared['bound']['logits']:.2g}), "
             text += f"same class on {compared['same_class']}"
         else:
             text += "equal bit for bit"
@@ -159,8 +159,8 @@ def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: st
         "with": "torch on the CPU, fp32",
         "images": found.num_images,
         "source": source,
-        "largest_difference": found.largest_difference,
-        "bound": found.bound,
+        "largest_difference": dict(found.differences),
+        "bound": dict(found.bounds),
         "same_class": found.num_agreeing,
     }
     return {**facts, "exporter": found.exporter, "compared": compared}

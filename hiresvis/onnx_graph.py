@@ -26,7 +26,7 @@ from hiresvis.trained import scores
 
 OPSET = 18  # what dynamo's translations are written for; onnxruntime 1.14 and later read it
 INPUT, OUTPUTS = "pixels", ("logits", "scores")
-BOUND = 1e-4  # of the largest logit, or of 1: rounding gives some 1e-6, a layer done wrongly far more
+BOUND = 1e-4  # of an output's largest value, or of 1: rounding gives some 1e-6, a layer done wrongly far more
 _ONE_FILE_BYTES = 1 << 30  # a protobuf ends at 2 GiB; weights above this lie in a file beside it
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
@@ -38,16 +38,26 @@ class Comparison:
     Attributes:
         exporter: which of torch's made the graph.
         num_images: compared, in batches and one alone.
-        largest_difference: of any logit.
-        bound: above which the graph is refused.
-        num_agreeing: images with the same best class.
+        differences: by output, the largest.
+        bounds: by output, above which the graph is refused.
+        num_agreeing: images whose largest logit is the same one.
     """
 
     exporter: str
     num_images: int
-    largest_difference: float
-    bound: float
+    differences: Mapping[str, float]
+    bounds: Mapping[str, float]
     num_agreeing: int
+
+    @property
+    def worst(self) -> str:
+        """The output that comes nearest to its bound, or has gone beyond it; one with a NaN first."""
+        return max(OUTPUTS, key=lambda name: np.nan_to_num(self.differences[name] / self.bounds[name], nan=np.inf))
+
+    @property
+    def refused(self) -> bool:
+        """Whether any output is out of its bound, as a NaN always is."""
+        return not self.differences[self.worst] <= self.bounds[self.worst]
 
 
 class Graph(nn.Module):
@@ -107,9 +117,10 @@ def write_onnx(graph: Graph, batches: Sequence[Tensor], path: Path, metadata: Ma
             continue
         finally:
             shutil.rmtree(made)
-        if found.largest_difference <= found.bound:  # which no NaN is
+        if not found.refused:
             return found
-        failures.append(f"{exporter}: outputs differ by up to {found.largest_difference:.3g}, above the bound of {found.bound:.3g}")
+        name = found.worst
+        failures.append(f"{exporter}: {name} differ by up to {found.differences[name]:.3g}, above the bound of {found.bounds[name]:.3g}")
     raise HiresvisError(
         f"no ONNX graph of this model computes what torch {torch.__version__} does; nothing is written. {'; '.join(failures)}. "
         "--to safetensors hands on the same weights for timm"
@@ -121,17 +132,19 @@ def compare(graph: Graph, batches: Sequence[Tensor], path: Path, exporter: str) 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    difference, largest, num_agreeing = 0.0, 1.0, 0
+    differences, largest, num_agreeing = dict.fromkeys(OUTPUTS, 0.0), dict.fromkeys(OUTPUTS, 1.0), 0
     for position, pixels in enumerate((*batches, batches[0][:1])):
         with torch.no_grad():
             wanted = [output.numpy() for output in graph(pixels)]
         given = session.run(list(OUTPUTS), {INPUT: pixels.numpy()})
-        # NumPy's maximum, unlike Python's, lets a NaN through
-        difference = float(np.max([difference, *(np.abs(one - other).max() for one, other in zip(given, wanted, strict=True))]))
+        for name, one, other in zip(OUTPUTS, given, wanted, strict=True):
+            # NumPy's maximum, unlike Python's, lets a NaN through
+            differences[name] = float(np.maximum(differences[name], np.abs(one - other).max()))
+            largest[name] = max(largest[name], float(np.abs(other).max()))
         if position < len(batches):
-            largest = max(largest, float(np.abs(wanted[0]).max()))
             num_agreeing += int((given[0].argmax(axis=1) == wanted[0].argmax(axis=1)).sum())
-    return Comparison(exporter, sum(len(pixels) for pixels in batches), difference, BOUND * largest, num_agreeing)
+    bounds = {name: BOUND * value for name, value in largest.items()}
+    return Comparison(exporter, sum(len(pixels) for pixels in batches), differences, bounds, num_agreeing)
 
 
 def _by_dynamo(graph: Graph, pixels: Tensor, path: Path) -> None:

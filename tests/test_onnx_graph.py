@@ -17,7 +17,7 @@ from hiresvis.backbone.build import build_backbone
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.data.transforms import Scale
 from hiresvis.errors import HiresvisError, MissingExtra
-from hiresvis.onnx_graph import Graph, need_onnx, write_onnx
+from hiresvis.onnx_graph import Comparison, Graph, need_onnx, write_onnx
 
 CONTRACT = Contract(
     classes=("a", "b", "c"),
@@ -56,7 +56,8 @@ def test_a_graph_takes_any_batch_and_normalises_by_itself(graph, tmp_path, monke
     monkeypatch.setattr(onnx_graph, "_EXPORTERS", {exporter: onnx_graph._EXPORTERS[exporter]})
     found = write_onnx(graph, [pixels(2, dtype), pixels(3, dtype)], tmp_path / "model.onnx", {"note": "ä"})
     assert (found.exporter, found.num_images, found.num_agreeing) == (exporter, 5, 5)
-    assert 0 < found.largest_difference < 1e-5 < found.bound
+    assert 0 < found.differences["logits"] < 1e-5 < found.bounds["logits"]
+    assert 0 < found.differences["scores"] < 1e-5 < found.bounds["scores"] == 1e-4
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     assert session.get_modelmeta().custom_metadata_map == {"note": "ä"}
     assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == onnx_graph.OPSET
@@ -103,9 +104,20 @@ def test_the_older_exporter_stands_in(graph, tmp_path, monkeypatch, first):
 def test_a_graph_that_no_exporter_gets_right_is_refused(graph, tmp_path, monkeypatch):
     """With what each did: the reason of one, the difference and the bound of the other."""
     monkeypatch.setattr(onnx_graph, "_EXPORTERS", {"dynamo": fails, "torchscript": wrong})
-    said = r"dynamo: ValueError, an operator that is; torchscript: outputs differ by up to [\d.e-]+, above the bound of 0\.0001"
+    said = r"dynamo: ValueError, an operator that is; torchscript: logits differ by up to [\d.e-]+, above the bound of 0\.0001"
     with pytest.raises(HiresvisError, match=said):
         write_onnx(graph, [pixels(2)], tmp_path / "model.onnx", {})
+
+
+@pytest.mark.parametrize("output", onnx_graph.OUTPUTS)
+def test_either_output_alone_can_be_the_reason(output):
+    """Each has its own scale and its own bound."""
+    sound = {"logits": 1e-3, "scores": 1e-5}
+    bounds = {"logits": 2e-3, "scores": 1e-4}
+    assert not Comparison("dynamo", 1, sound, bounds, 1).refused
+    for value in (3e-3, float("nan")):
+        found = Comparison("dynamo", 1, {**sound, output: value}, bounds, 1)
+        assert (found.worst, found.refused) == (output, True)
 
 
 def test_outputs_that_are_no_numbers_are_refused(graph, tmp_path, monkeypatch):

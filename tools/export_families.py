@@ -53,7 +53,7 @@ def row(module: str) -> str:
         except HiresvisError as error:
             return f"{module:28} {family.model:36} refused: {error}"
     seconds = time.perf_counter() - start
-    numbers = f"{found.largest_difference / found.bound * BOUND:8.1e} of the largest logit (or of 1)"
+    numbers = f"{found.differences['logits'] / found.bounds['logits'] * BOUND:8.1e} of the largest logit (or of 1)"
     same = f"same class {found.num_agreeing}/{found.num_images}"
     return f"{module:28} {family.model:36} {found.exporter:12} {numbers}, {same} {seconds:4.0f} s"
 

@@ -78,7 +78,9 @@ def test_what_is_written_is_told_as_text_and_as_json(trained, tmp_path):
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines())
     assert lines["input"] == "pixels (batch, 96, 96, 3) uint8 (all 8 images of val have 8 bits); normalised by the graph"
     assert lines["graph"] == "opset 18, by torch's dynamo exporter"
-    assert re.fullmatch(r"with torch .* on 8 images of val: largest difference \S+ \(bound 0\.0001\), same class on 8", lines["compared"])
+    assert re.fullmatch(
+        r"with torch .* on 8 images of val: logits differ by up to \S+ \(bound 0\.0001\), same class on 8", lines["compared"]
+    )
     found = trained("export", trained.path(""), "--to", "onnx", "--out", tmp_path / "b", "--json").json
     assert found["files"] == {name: (tmp_path / "a" / name).stat().st_size for name in ("contract.json", "model.onnx")}
     assert (found["compared"]["images"], found["compared"]["source"]) == (8, "val")
@@ -154,7 +156,7 @@ def test_a_graph_that_differs_leaves_the_former_export_as_it_was(trained, older_
     for arguments in (("--out", out, "--force"), ("--out", tmp_path / "new" / "out")):
         done = trained("export", trained.path(""), "--to", "onnx", *arguments)
         assert (done.code, done.out) == (1, "")
-        assert "outputs differ by up to 0.5, above the bound of 0.0001" in done.err
+        assert "logits differ by up to 0.5, above the bound of 0.0001" in done.err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
