@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,9 @@ def _batches(trained: Trained, samples: list[Sample], dtype: str, say: Callable[
     contract = trained.contract
     chosen = [samples[position * len(samples) // _COMPARED] for position in range(_COMPARED)] if len(samples) > _COMPARED else samples
     loader = EvalLoader(chosen, contract.preprocess(), max_pixels=contract.max_pixels, batch=_BATCH, bad_images="skip")
-    found = [_as_type(item.images, dtype) for item in loader if item.indices]
+    # of images in windows the first will do: there can be hundreds of an image
+    found = [_as_type(item.images, dtype) for item in islice(loader, _COMPARED // _BATCH) if item.indices]
+    loader.close()
     if not found:
         if samples:
             say(f"no image of val can be read ({loader.skipped[0][0]}  {loader.skipped[0][1]}); random pixels are compared instead")

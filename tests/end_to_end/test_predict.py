@@ -132,8 +132,33 @@ def test_what_a_folder_holds_besides_images_is_counted(trained, images):
     """Passed over, but not in silence; a file that is named itself is read whatever its extension."""
     (images / "notes.txt").write_text("x")
     (images / "more").mkdir()
-    shutil.copy(images / "0.png", images / "more" / "photo.heic")
-    done = trained("predict", trained.path(""), images, images / "more" / "photo.heic")
+    shutil.copy(images / "0.png", images / "more" / "photo.dat")
+    done = trained("predict", trained.path(""), images, images / "more" / "photo.dat")
     assert done.code == 0
-    assert "files passed over by extension: 1 .heic, 1 .txt" in done.err
-    assert [Path(row["path"]).name for row in table(done)][-1] == "photo.heic"
+    assert "files passed over by extension: 1 .dat, 1 .txt" in done.err
+    assert [Path(row["path"]).name for row in table(done)][-1] == "photo.dat"
+
+
+def test_a_bad_part_of_an_image_in_windows_makes_that_image_bad_alone(trained, tmp_path):
+    """A tile that cannot be read costs the image, whose other windows are in no other's mean; one row each as ever."""
+    run = run_in_twos(trained, tmp_path, 0)
+    contract = json.loads((run / "contract.json").read_text())
+    (run / "contract.json").write_text(json.dumps({**contract, "fit": "tile", "overlap": 0.0}))
+    (tmp_path / "in").mkdir()
+    rng = np.random.default_rng(1)
+    names = [str(tmp_path / "in" / f"{number}.tif") for number in range(4)]
+    for name in names:
+        tifffile.imwrite(name, rng.integers(0, 256, (200, 288, 3), dtype=np.uint8), tile=(96, 96), compression="zlib")
+    sound = table(trained("predict", run, *names))
+    with tifffile.TiffFile(names[1]) as tiff:
+        start, size = tiff.pages[0].dataoffsets[4], tiff.pages[0].databytecounts[4]
+    data = Path(names[1]).read_bytes()
+    Path(names[1]).write_bytes(data[:start] + bytes(size) + data[start + size :])
+    done = trained("predict", run, *names)
+    assert done.code == 3
+    assert "1 of 4 images cannot be read" in done.err
+    rows = table(done)
+    assert [row["path"] for row in rows] == names
+    assert [bool(row["error"]) for row in rows] == [False, True, False, False]
+    for row, before in zip(rows, sound, strict=True):
+        assert row["error"] or float(row["score"]) == pytest.approx(float(before["score"]), abs=1e-6)

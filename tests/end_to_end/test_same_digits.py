@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from hiresvis.data.contract import Contract, load_image
+from hiresvis.data.contract import Contract, load_image, load_window
+from hiresvis.data.decode import open_image
 from hiresvis.train.metrics import compute_metrics
 
 KINDS = ("turned.jpg", "alpha.png", "deep.tif", "grey.png", "large.jpg", "turned.png", "palette.png", "deep.png")
@@ -140,34 +141,54 @@ def test_one_image_at_a_time_gives_the_same_classes(run, tmp_path):
 # --- the contract alone ------------------------------------------------------------------------------------------------------------
 
 
-def pixels_by_the_readme(path: Path, contract: dict[str, Any]) -> np.ndarray:
-    """What the README's description of contract.json makes, written without hiresvis."""
+def pixels_by_the_readme(path: Path, contract: dict[str, Any]) -> list[np.ndarray]:
+    """What the README's description of contract.json makes, written without hiresvis; with fit "tile" an array a window."""
     array = by_other_decoders(path, contract["background"])
-    size, fit = contract["image_size"], contract["fit"]
-    if fit == "letterbox":
-        ratio = min(size[0] / array.shape[0], size[1] / array.shape[1])
-        size = [max(1, min(limit, round(side * ratio))) for side, limit in zip(array.shape, size, strict=False)]
-    smaller = [min(side, limit) for side, limit in zip(array.shape, size, strict=False)]
-    array = cv2.resize(array, smaller[::-1], interpolation=cv2.INTER_AREA)
-    enlarging = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}[contract["interpolation"]]
-    array = cv2.resize(array, size[::-1], interpolation=enlarging)
-    scale = contract["scale"]
+    limits, fit = contract["image_size"], contract["fit"]
+    sizes = [min(side, limit) for side, limit in zip(array.shape, limits, strict=False)]
+    if fit == "crop":
+        top, left = ((side - size) // 2 for side, size in zip(array.shape, sizes, strict=False))
+        parts = [array[top : top + sizes[0], left : left + sizes[1]]]
+    elif fit == "tile":
+        rows, columns = (window_starts(side, limit, contract["overlap"]) for side, limit in zip(array.shape, limits, strict=False))
+        parts = [array[top : top + sizes[0], left : left + sizes[1]] for top in rows for left in columns]
+    else:
+        ratio = min(limits[0] / array.shape[0], limits[1] / array.shape[1])
+        wanted = limits if fit == "resize" else [round(side * ratio) for side in array.shape[:2]]
+        wanted = [max(1, min(limit, side)) for side, limit in zip(wanted, limits, strict=True)]
+        smaller = [min(side, limit) for side, limit in zip(array.shape, wanted, strict=False)]
+        enlarging = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}[contract["interpolation"]]
+        array = cv2.resize(array, smaller[::-1], interpolation=cv2.INTER_AREA)
+        parts = [cv2.resize(array, wanted[::-1], interpolation=enlarging)]
+    return [padded(scaled(part, contract["scale"]), contract) for part in parts]
+
+
+def window_starts(length: int, window: int, overlap: float) -> list[int]:
+    """Every so many pixels; the last one moved inside."""
+    step = max(1, int(window * (1 - overlap) + 1e-6))
+    starts = [0]
+    while starts[-1] + window < length:
+        starts.append(min(starts[-1] + step, length - window))
+    return starts
+
+
+def scaled(array: np.ndarray, scale: dict[str, Any]) -> np.ndarray:
     if scale["kind"] == "range":
         low, factor = np.float32(scale["low"]), np.float32(1 / (scale["high"] - scale["low"]))
-        array = np.clip((array.astype(np.float32) - low) * factor, 0, 1)
-    elif array.dtype == np.uint16:
-        array = array.astype(np.float32) * np.float32(1 / 65535)
+        return np.clip((array.astype(np.float32) - low) * factor, 0, 1)
+    return array.astype(np.float32) * np.float32(1 / 65535) if array.dtype == np.uint16 else array
+
+
+def padded(array: np.ndarray, contract: dict[str, Any]) -> np.ndarray:
     array = array.reshape(*array.shape[:2], -1)
     if array.shape[2] < contract["channels"]:
         array = np.repeat(array, contract["channels"], axis=2)
-    if fit == "letterbox":
-        colour = np.array(contract["background"] if contract["channels"] == 3 else [np.mean(contract["background"])], np.float32)
-        padded = np.empty((*contract["image_size"], contract["channels"]), array.dtype)
-        padded[:] = np.rint(colour) if array.dtype == np.uint8 else colour / 255
-        top, left = ((limit - side) // 2 for limit, side in zip(contract["image_size"], array.shape, strict=False))
-        padded[top : top + array.shape[0], left : left + array.shape[1]] = array
-        array = padded
-    return array
+    colour = np.array(contract["background"] if contract["channels"] == 3 else [np.mean(contract["background"])], np.float32)
+    whole = np.empty((*contract["image_size"], contract["channels"]), array.dtype)
+    whole[:] = np.rint(colour) if array.dtype == np.uint8 else colour / 255
+    top, left = ((limit - side) // 2 for limit, side in zip(contract["image_size"], array.shape, strict=False))
+    whole[top : top + array.shape[0], left : left + array.shape[1]] = array
+    return whole
 
 
 def by_other_decoders(path: Path, background: list[int]) -> np.ndarray:
@@ -187,7 +208,8 @@ def by_other_decoders(path: Path, background: list[int]) -> np.ndarray:
 contracts = st.fixed_dictionaries(
     {
         "image_size": st.tuples(st.integers(20, 120), st.integers(20, 120)),
-        "fit": st.sampled_from(["resize", "letterbox"]),
+        "fit": st.sampled_from(["resize", "letterbox", "crop", "tile"]),
+        "overlap": st.sampled_from([0.0, 0.25, 0.9]),
         "background": st.tuples(*[st.integers(0, 255)] * 3),
         "interpolation": st.sampled_from(["bilinear", "bicubic"]),
         "scale": st.sampled_from([{"kind": "dtype", "low": 0.0, "high": 1.0}, {"kind": "range", "low": 20.5, "high": 180.25}]),
@@ -204,7 +226,16 @@ def test_contract_json_alone_makes_the_same_pixels(tmp_path_factory, values, kin
     rest = {"classes": ["a", "b"], "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3, "max_pixels": 10**6, "version": 1}
     text = json.dumps({**rest, **values})
     contract = Contract.from_json(json.loads(text))
-    ours = load_image(path, contract.preprocess(), max_pixels=contract.max_pixels)
-    theirs = pixels_by_the_readme(path, json.loads(text))
-    assert ours.dtype == theirs.dtype
-    assert np.array_equal(ours, theirs)
+    ours, theirs = pixels_of(path, contract), pixels_by_the_readme(path, json.loads(text))
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+
+
+def pixels_of(path: Path, contract: Contract) -> list[np.ndarray]:
+    preprocess = contract.preprocess()
+    if preprocess.fit != "tile":
+        return [load_image(path, preprocess, max_pixels=contract.max_pixels)]
+    with open_image(path, max_pixels=contract.max_pixels, background=preprocess.background) as image:
+        return [load_window(image, preprocess, number, path) for number in range(preprocess.num_windows(*image.size))]

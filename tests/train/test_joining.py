@@ -41,6 +41,22 @@ def test_an_images_windows_become_their_mean_whatever_the_batch(batch: int) -> N
         start += count
 
 
+@pytest.mark.parametrize("batch", [1, 2, 100])
+@pytest.mark.parametrize("missing", [{0}, {1}, {2}, {0, 1}, {0, 1, 2}])
+def test_an_image_without_all_of_its_windows_is_none_and_leaves_the_next_as_it_is(missing: set[int], batch: int) -> None:
+    """Whichever could not be read: the image does not come, and nothing of it is in the mean of another."""
+    rows = [(5, 3) for window in range(3) if window not in missing] + [(6, 3)] * 3
+    logits = torch.randn(len(rows), 2, generator=torch.Generator().manual_seed(0))
+    join, found, values = WindowJoin(), list[int](), []
+    for start in range(0, len(rows), batch):
+        part = rows[start : start + batch]
+        indices, joined, _ = join.add(item([index for index, _ in part], [count for _, count in part]), logits[start : start + batch])
+        found += indices
+        values.append(joined)
+    assert found == [6]
+    assert torch.equal(torch.cat(values)[0], (logits[-3:].double().cumsum(0)[-1] / 3).float())
+
+
 def test_samples_of_one_image_pass_unchanged() -> None:
     """Whole images keep their very tensors."""
     given, logits = item([3, 4], []), torch.randn(2, 3)
