@@ -32,9 +32,10 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import albumentations  # noqa: F401 - before the forks, once
 import numpy as np
@@ -170,6 +171,15 @@ class Attempt:
         return not done
 
 
+def apart(look_at: Callable[..., int], *args: Any) -> int:
+    """What a function of small numbers gives, run in a fork: a process that has computed with tensors itself cannot fork off others that
+    train (their pools of threads are invalid)."""
+    child = os.fork()
+    if not child:
+        os._exit(look_at(*args))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def torture(folder: Path, count: int, how: str, seed: int) -> tuple[Counter[str], Counter[str]]:
     """(faults, what else there was to count)."""
     draw(folder)
@@ -182,7 +192,7 @@ def torture(folder: Path, count: int, how: str, seed: int) -> tuple[Counter[str]
         run = folder / f"run{counts['runs']}"
         counts["runs"] += 1
         faults += one_run(folder / "recipe.yaml", run, how, rng, counts, count)
-        if not faults and not same(run, peace, best=how != "full"):
+        if not faults and apart(differs, run, peace, how != "full"):
             faults["other"] += 1
             print(f"{run} differs from {peace}", file=sys.stderr)
     return faults, counts
@@ -203,7 +213,7 @@ def one_run(recipe: Path, run: Path, how: str, rng: random.Random, counts: Count
                 os.kill(attempt.pid, SIGNALS[how])
         code = attempt.end()
         newest = max(newest, attempt.saved)
-        fault = look(run, newest)
+        fault = ("", *FAULTS)[apart(look, run, newest)]
         if fault:
             print(f"{run}: {fault}, after {attempt.last_kind}; saved was {newest}", file=sys.stderr)
             return Counter([fault])
@@ -227,30 +237,30 @@ def starve(attempt: Attempt, rng: random.Random) -> None:
         return
 
 
-def look(run: Path, newest: tuple[int, int]) -> str:
-    """What is wrong with the run folder from outside; empty where nothing is."""
+def look(run: Path, newest: tuple[int, int]) -> int:
+    """What is wrong with the run folder from outside: the number of a fault, from 1; 0 where nothing is."""
     try:
         snapshot = load_snapshot(run / "snapshot")
     except HiresvisError as error:
         print(error, file=sys.stderr)
-        return "lost"
+        return 1
     if snapshot is None:
-        return "lost" if newest > (0, 0) else ""
+        return int(newest > (0, 0))
     progress = snapshot.state["progress"]
-    return "back" if (progress["epoch"], progress["step"]) < newest else ""
+    return 2 if (progress["epoch"], progress["step"]) < newest else 0
 
 
-def same(run: Path, other: Path, *, best: bool) -> bool:
-    """Whether both ended with the same weights, optimizer and random state."""
+def differs(run: Path, other: Path, best: bool) -> bool:
+    """Whether the two ended with other weights, optimizer or random state."""
     ours, theirs = load_snapshot(run / "snapshot"), load_snapshot(other / "snapshot")
     assert ours is not None
     assert theirs is not None
     if any(ours.state[part] != theirs.state[part] for part in ("optimizer", "scaler", "rng")):
-        return False
+        return True
     names = ("best", "last") if best else ("last",)
     files = [[load_file(folder / "weights" / f"{name}.safetensors") for name in names] for folder in (run, other)]
     pairs = zip([ours.tensors, *files[0]], [theirs.tensors, *files[1]], strict=True)
-    return all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
+    return not all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
