@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
+from hiresvis.data.augment import Augment, make_augment
 from hiresvis.data.check import DataReport, check_datasets
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
-from hiresvis.data.transforms import Augment, Pipeline, Preprocess, Scale, make_augment
+from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.device import refuse_budget as device_refuses
 from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.listing import read_datasets as read_datasets  # part of this module, apart for callers that must not import torch

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from hiresvis import assemble, profiles
 from hiresvis.costing import Parts, device_name, make_parts
+from hiresvis.data.augment import usable_library
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
@@ -40,6 +41,7 @@ from hiresvis.resume import (
     measured_json,
     plan_json,
     read_plan,
+    refuse_other_augmentation,
     refuse_other_classes,
     refuse_other_contract,
     refuse_other_data,
@@ -180,6 +182,7 @@ class _Run:
         self._settle_machine()
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
         refuse_other_plan(plan, parts, self.folder)
+        refuse_other_augmentation(stored.get("augmented_by"), parts.pipeline.augment, self.folder.root)
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
         epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
@@ -284,6 +287,8 @@ class _Run:
                 raise DataError(report.errors)
         parts = make_parts(loaded, self.resolution, datasets, contract, backbone, self.device, norm=norm)
         yield Notice(level="info", text=assemble.describe_model(parts.trainable))
+        if parts.pipeline.augment is not None and (why := usable_library()[1]):
+            yield Notice(level="warning", text=f"augmentation by {parts.pipeline.augment.made_by}, since {why}")
         return parts
 
     def _started(self, parts: Parts, *, batch: int | None, resumed_from_epoch: int | None) -> RunStarted:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint
 from hiresvis.costing import Parts
+from hiresvis.data.augment import Augment, usable_library
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
 from hiresvis.errors import RunFolderError
@@ -43,6 +44,7 @@ def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
         "stages": plan.stages,
         "units": unit_rows(parts.profile, plan),
         "why": plan.why,
+        "augmented_by": None if parts.pipeline.augment is None else parts.pipeline.augment.made_by,
         "checkpoint_plan": own.to_json(),
     }
 
@@ -82,6 +84,24 @@ def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Pat
             said.append(f"data.{name}: {then['files']} files when the run was begun, {what}")
     if said:
         raise RunFolderError(f"{folder}: {'; '.join(said)}. Resume with the run's own data, or start a new run: log.dir=NEW_FOLDER")
+
+
+def refuse_other_augmentation(before: str | None, now: Augment | None, folder: Path) -> None:
+    """Augmentation by another library or release than the run's: the same seeds would give other images.
+
+    Args:
+        before: what `Augment.made_by` said when the run was begun; None where nothing was augmented.
+
+    Raises:
+        RunFolderError: it is another, and why it is, where this process had no choice.
+    """
+    if now is None or before is None or before == now.made_by:
+        return
+    why = f", since {reason}" if (reason := usable_library()[1]) else ""
+    raise RunFolderError(
+        f"{folder}: images were augmented by {before} when the run was begun, and would be by {now.made_by} now{why}. "
+        f"Install {before.replace(' ', '==')}, or start a new run: log.dir=NEW_FOLDER"
+    )
 
 
 def refuse_other_classes(before: Contract, classes: tuple[str, ...], folder: Path) -> None:

@@ -3,33 +3,25 @@
 Everything here is a pure function of its input (and a seed), so the same file gives the same array in training, evaluation and
 prediction, in whatever process. Shrinking always averages areas: plain interpolation would alias away the small things that large
 images are used for. With crop and tile the array is a window already, which is padded where the image is smaller and never resized.
-Augmentation comes last, at the model's size.
-
-albumentations (2.0.8, the last release under MIT) stays behind `Augment`; no other module imports it.
+Augmentation (augment.py) comes last, at the model's size.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-import os
-import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cv2
 import numpy as np
 
+from hiresvis.data.augment import Augment
 from hiresvis.data.regions import Region, num_windows, window_start
-from hiresvis.errors import DataError, Problem, RecipeError
+from hiresvis.errors import DataError
 
 FITS = ("resize", "letterbox", "crop", "tile")
 OVERLAP = 0.25  # of a window, with fit: tile
 ENLARGING = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _WINDOW_STREAM = 1  # beside the sample's own stream, which augmentation draws from
-AUGMENTS = ("none", "light", "standard", "heavy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,145 +213,3 @@ class Pipeline:
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """The seed of one sample in one epoch: nothing else (worker, order, start method) has a part in it."""
     return int(np.random.SeedSequence([seed, epoch, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-class Augment:
-    """albumentations behind one call. Holds plain values, so it travels to worker processes; the transforms are built where they run."""
-
-    def __init__(self, steps: Sequence[Mapping[str, Any]]) -> None:
-        self.steps = tuple(dict(step) for step in steps)
-        self._compose: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"steps": self.steps, "_compose": None}
-
-    def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
-        """(h, w, c) uint8, or float32 in 0 to 1, to the same shape and type."""
-        if self._compose is None:
-            self._compose = _albumentations().Compose([_build(step) for step in self.steps])
-        self._compose.set_random_seed(seed)
-        out = self._compose(image=array)["image"]
-        return np.ascontiguousarray(out.reshape(*out.shape[:2], -1))
-
-
-def make_augment(augment: str | Sequence[Mapping[str, Any]], *, image_size: tuple[int, int], in_chans: int = 3) -> Augment | None:
-    """The augmentation of a recipe, tried once on an empty image so that mistakes show before training.
-
-    Args:
-        augment: "none" | "light" (flips and quarter turns: pixels move, none changes) | "standard" (and a mild affine map, brightness and
-            contrast) | "heavy" (stronger, and colour, blur, noise), or a list of albumentations: `{name: HorizontalFlip, p: 0.5}`.
-        image_size: (height, width); quarter turns need a square, rectangles get half turns.
-        in_chans: colour changes need three channels.
-
-    Raises:
-        RecipeError: an unknown name, a wrong argument, or a transform that changes the image's shape or type.
-    """
-    if isinstance(augment, str):
-        assert augment in AUGMENTS, augment
-        steps = _preset(augment, square=image_size[0] == image_size[1], colour=in_chans == 3)
-    else:
-        steps = [dict(step) for step in augment]
-        problems = [problem for position, step in enumerate(steps) for problem in _check_step(step, position)]
-        if problems:
-            raise RecipeError(problems)
-        _try_steps(steps, image_size, in_chans)
-    if not steps:
-        return None
-    _albumentations()  # imported before the loader forks: once, instead of in every worker
-    return Augment(steps)
-
-
-def _preset(name: str, *, square: bool, colour: bool) -> list[dict[str, Any]]:
-    if name == "none":
-        return []
-    moves: list[dict[str, Any]] = (
-        [{"name": "D4", "p": 1.0}] if square else [{"name": "HorizontalFlip", "p": 0.5}, {"name": "VerticalFlip", "p": 0.5}]
-    )
-    if name == "light":
-        return moves
-    mild = name == "standard"
-    affine = {
-        "name": "Affine",
-        "scale": [0.95, 1.05] if mild else [0.8, 1.2],
-        "translate_percent": [-0.02, 0.02] if mild else [-0.06, 0.06],
-        "rotate": [-5, 5] if mild else [-20, 20],
-        "shear": [0, 0] if mild else [-5, 5],
-        "border_mode": cv2.BORDER_REFLECT_101,
-        "p": 0.3 if mild else 0.6,
-    }
-    limit = 0.15 if mild else 0.3
-    light = {"name": "RandomBrightnessContrast", "brightness_limit": limit, "contrast_limit": limit, "p": 0.5}
-    steps = [*moves, affine, light]
-    if not mild:
-        if colour:
-            steps.append({"name": "HueSaturationValue", "hue_shift_limit": 10, "sat_shift_limit": 25, "val_shift_limit": 10, "p": 0.4})
-        steps.append({"name": "GaussianBlur", "blur_limit": 0, "sigma_limit": [0.3, 1.2], "p": 0.2})
-        steps.append({"name": "GaussNoise", "std_range": [0.01, 0.05], "p": 0.2})
-    return steps
-
-
-def _albumentations() -> Any:
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for a newer release on import otherwise
-    import albumentations
-
-    return albumentations
-
-
-def _transform_names() -> list[str]:
-    module = _albumentations()
-    return [
-        name
-        for name in dir(module)
-        if inspect.isclass(kind := getattr(module, name)) and issubclass(kind, module.BasicTransform) and not inspect.isabstract(kind)
-    ]
-
-
-def _check_step(step: Any, position: int) -> list[Problem]:
-    key = f"data.augment[{position}]"
-    if not isinstance(step, Mapping) or not isinstance(step.get("name"), str):
-        return [Problem(f"{step!r} has no name; write {{name: HorizontalFlip, p: 0.5}}", key=key)]
-    name = step["name"]
-    names = _transform_names()
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return [Problem(f"albumentations has no transform {name}{hint}", key=key)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # albumentations warns of an unknown argument and goes on without it
-            _build(step)
-    except Exception as error:  # each transform checks its arguments in its own way; all of it is about this step
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return [Problem(f"{name}: {'; '.join(lines[:4]) or type(error).__name__}", key=key)]
-    return []
-
-
-def _build(step: Mapping[str, Any]) -> Any:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in step.items() if key != "name"}
-    return getattr(_albumentations(), step["name"])(**values)
-
-
-def _try_steps(steps: Sequence[Mapping[str, Any]], image_size: tuple[int, int], in_chans: int) -> None:
-    """Each step alone, always applied, on images of both types at the true size (a crop may be one that gives this size)."""
-    shape = (*image_size, in_chans)
-    problems = []
-    for position, step in enumerate(steps):
-        one = Augment([{**step, "p": 1.0}])
-        for dtype in (np.uint8, np.float32):
-            image = np.full(shape, 100 if dtype == np.uint8 else 0.4, dtype)
-            try:
-                out = one(image, 0)
-            except Exception as error:  # a transform that cannot take such an image says so in its own way
-                problems.append(Problem(f"{step['name']} fails on a {shape} {image.dtype} image: {error}", key=f"data.augment[{position}]"))
-                break
-            if out.shape != shape or out.dtype != dtype:
-                problems.append(
-                    Problem(
-                        f"{step['name']} turns {shape} {image.dtype} into {out.shape} {out.dtype}; "
-                        "a step keeps the size and type (model.image_size sets the size)",
-                        key=f"data.augment[{position}]",
-                    )
-                )
-                break
-    if problems:
-        raise RecipeError(problems)

@@ -68,7 +68,8 @@ class Data(Section):
     max_pixels: Annotated[int, quantities.pixels()] = _key("500M", "Larger images are refused before memory is taken.")
     balance: Annotated[Literal["none"], values.choice("none", later=("weights", "sampler", "focal"))] = _key("none", "Class balancing.")
     augment: Annotated[str | tuple[dict[str, Any], ...], structures.augment()] = _key(
-        "standard", "Strength of augmentation, or a list of albumentations: [{name: HorizontalFlip, p: 0.5}]."
+        "standard",
+        "Strength, or a list of albumentations (where missing, torchvision's): [{name: HorizontalFlip, p: 0.5}].",
     )
     workers: Annotated[Auto | int, values.whole("auto", low=0)] = _key("auto", "Loader processes; 0: none, in the main process.")
     cache: Annotated[Literal["auto", "off"], values.choice("auto", "off", later=("true", "on"))] = _key(

@@ -17,9 +17,10 @@ import tifffile
 import torch
 
 from hiresvis.data import loader as loader_module
+from hiresvis.data.augment import make_augment
 from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader, auto_workers
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, Preprocess, Scale, make_augment
+from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.errors import DataError, EnvironmentFailed
 from hiresvis.units import format_size
 

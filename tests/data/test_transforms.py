@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiresvis.data.regions import Region
-from hiresvis.data.transforms import Augment, Preprocess, Scale, make_augment, resize, sample_seed
-from hiresvis.errors import DataError, RecipeError
+from hiresvis.data.transforms import Preprocess, Scale, resize, sample_seed
+from hiresvis.errors import DataError
 
 
 class TestResize:
@@ -151,87 +150,6 @@ class TestWindows:
             assert places == [preprocess.random_window(12, 10, seed) for seed in range(400)]
             assert {(place.x, place.y) for place in places} == {(x, y) for x in range(3) for y in range(5)}
             assert preprocess.random_window(5, 10, 3).size == (5, 8)
-
-
-class TestAugment:
-    @pytest.mark.parametrize("name", ["light", "standard", "heavy"])
-    @pytest.mark.parametrize("size", [(64, 64), (48, 80)])
-    @pytest.mark.parametrize("channels", [1, 3, 5])
-    def test_presets_keep_shape_and_type(self, picture: Callable[..., np.ndarray], name: str, size: tuple[int, int], channels: int) -> None:
-        """Squares and rectangles, bytes and floats, any channels."""
-        augment = make_augment(name, image_size=size, in_chans=channels)
-        assert augment is not None
-        for array in (picture(*size, channels), picture(*size, channels).astype(np.float32) / 255):
-            for seed in range(8):
-                out = augment(array, seed)
-                assert out.shape == array.shape
-                assert out.dtype == array.dtype
-                assert out.min() >= 0
-                assert out.max() <= (255 if out.dtype == np.uint8 else 1)
-
-    def test_none_is_nothing(self) -> None:
-        """`augment: none` and an empty list leave the pixels to preprocessing alone."""
-        assert make_augment("none", image_size=(64, 64)) is None
-        assert make_augment([], image_size=(64, 64)) is None
-
-    def test_light_moves_pixels_and_changes_none(self, picture: Callable[..., np.ndarray]) -> None:
-        """Flips and quarter turns: the same values, eight arrangements in all."""
-        augment = make_augment("light", image_size=(32, 32))
-        array = picture(32, 32)
-        assert augment is not None
-        outs = [augment(array, seed) for seed in range(60)]
-        assert len({out.tobytes() for out in outs}) == 8
-        assert all(np.array_equal(np.sort(out, axis=None), np.sort(array, axis=None)) for out in outs)
-
-    def test_seed_alone_decides(self, picture: Callable[..., np.ndarray]) -> None:
-        """Same seed, same bits: after other calls, in a copy that went through pickle; another seed, another result."""
-        augment = make_augment("heavy", image_size=(64, 64))
-        array = picture(64, 64)
-        assert augment is not None
-        first = [augment(array, seed) for seed in range(12)]
-        copy = pickle.loads(pickle.dumps(augment))
-        np.random.seed(1)
-        again = [copy(array, seed) for seed in reversed(range(12))][::-1]
-        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-        assert len({out.tobytes() for out in first}) > 8
-
-    def test_input_is_left_as_it_was(self, picture: Callable[..., np.ndarray]) -> None:
-        """Augmentation writes to its own memory."""
-        array = picture(64, 64)
-        before = array.copy()
-        augment = make_augment("heavy", image_size=(64, 64))
-        assert augment is not None
-        for seed in range(10):
-            augment(array, seed)
-        assert np.array_equal(array, before)
-
-    def test_list_of_albumentations_is_applied(self, picture: Callable[..., np.ndarray]) -> None:
-        """Names and arguments as the library has them."""
-        augment = make_augment(
-            [{"name": "HorizontalFlip", "p": 1.0}, {"name": "RandomResizedCrop", "size": [32, 48], "p": 0}], image_size=(32, 48)
-        )
-        assert isinstance(augment, Augment)
-        assert np.array_equal(augment(picture(32, 48), 0), picture(32, 48)[:, ::-1])
-
-    def test_mistakes_in_a_list_are_reported_at_once(self) -> None:
-        """An unknown name with a suggestion, an unknown argument, a wrong value, an entry without a name."""
-        steps: list[Any] = [
-            {"name": "HorizontalFlp"},
-            {"name": "VerticalFlip", "probability": 1},
-            {"name": "GaussianBlur", "blur_limit": "x"},
-            {"p": 1},
-        ]
-        with pytest.raises(RecipeError) as caught:
-            make_augment(steps, image_size=(32, 32))
-        assert [problem.key for problem in caught.value.problems] == [f"data.augment[{index}]" for index in range(4)]
-        assert "did you mean HorizontalFlip?" in caught.value.problems[0].message
-        assert "'probability'" in caught.value.problems[1].message
-
-    @pytest.mark.parametrize("step", [{"name": "RandomCrop", "height": 16, "width": 16}, {"name": "Normalize"}])
-    def test_step_that_changes_size_or_type_is_refused_before_training(self, step: dict[str, Any]) -> None:
-        """The model's size comes from model.image_size and its numbers from the contract."""
-        with pytest.raises(RecipeError, match="keeps the size and type"):
-            make_augment([step], image_size=(32, 32))
 
 
 def test_sample_seeds_differ_by_run_epoch_and_sample() -> None:

@@ -17,11 +17,12 @@ from PIL import Image
 
 from hiresvis.data import loader as loader_module
 from hiresvis.data import photos
+from hiresvis.data.augment import make_augment
 from hiresvis.data.contract import load_image
 from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader
 from hiresvis.data.regions import Region
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, Preprocess, make_augment
+from hiresvis.data.transforms import Pipeline, Preprocess
 from hiresvis.errors import DataError
 
 SIZE = (24, 32)

@@ -7,11 +7,13 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from hiresvis.data.augment import usable_library
 from hiresvis.errors import Interrupted
 from hiresvis.fit import fit
 from hiresvis.recipe import load_recipe
@@ -265,6 +267,29 @@ def test_resume_with_other_classes_is_refused_with_the_difference(open_workshop,
     assert done.code == 6
     assert "the run knows the classes blue, red, and the data now has blue, green (missing: red; new: green)" in done.err
     assert sorted((path, path.stat().st_mtime_ns) for path in work.path("").rglob("*")) == listing
+
+
+def test_resume_by_another_library_of_augmentation_is_refused(open_workshop, many, monkeypatch):
+    """The same seeds would give other images: exit 6 with both libraries and the reason. A run begun without albumentations goes on."""
+    work = open_workshop(many)
+    setting = (*MODEL, "data.test=null", "train.epochs=1", "train.batch=4", "data.augment=standard")
+    stop_at(loaded(work, *setting), "step_done", step=2)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "albumentations", None)
+        patch.delitem(sys.modules, "hiresvis.data.albumentations_steps", raising=False)
+        usable_library.cache_clear()
+        done = work.fit(*setting, "--resume", ok=False)
+        assert done.code == 6
+        assert re.search(
+            r"augmented by albumentations 2\S+ when .* by torchvision \S+ now, since albumentations cannot be imported", done.err
+        )
+        begun = open_workshop(many, name="without")
+        stop_at(loaded(begun, *setting), "step_done", step=2)
+        assert "augmentation by torchvision" in begun.fit(*setting, "--resume").err
+    usable_library.cache_clear()
+    assert begun.read("plan.json")["augmented_by"].startswith("torchvision ")
+    work.fit(*setting, "--resume")
+    assert work.read("plan.json")["augmented_by"].startswith("albumentations ")
 
 
 def test_resume_of_a_finished_run_changes_no_weights(trained, make_workshop, tmp_path):

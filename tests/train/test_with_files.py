@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from hiresvis.data.augment import make_augment
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.data.loader import EvalLoader, TrainLoader
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, Scale, make_augment
+from hiresvis.data.transforms import Pipeline, Scale
 from hiresvis.errors import Interrupted
 from hiresvis.run.events import Notice, StepDone
 from hiresvis.train.snapshot import load_snapshot
