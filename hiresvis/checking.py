@@ -1,4 +1,4 @@
-"""`hiresvis check`: the recipe, the whole data set and the model looked at, every finding at once."""
+"""`hiresvis check`: the recipe, the whole data set and the model looked at, every finding at once; and the contact sheet."""
 
 from __future__ import annotations
 
@@ -13,50 +13,64 @@ from hiresvis import assemble, profiles
 from hiresvis.assemble import Trainable
 from hiresvis.backbone.build import Backbone
 from hiresvis.costing import entry_of
-from hiresvis.data.transforms import Preprocess, Scale
+from hiresvis.data.augment import Augment, usable_library
+from hiresvis.data.check import DataReport
+from hiresvis.data.sheet import show_images
+from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.device import block_bytes, pick_device
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Problem, RecipeError
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.settle import check_stages, complete, key_of
+from hiresvis.ui.check_text import check_lines
+from hiresvis.ui.sheet import render_sheet
+from hiresvis.ui.text import UNICODE, Glyphs
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `hiresvis check` prints."""
+    """What `hiresvis check` prints.
+
+    Attributes:
+        errors: what keeps `fit` from starting. warnings: errors under --strict. notes: never.
+        details: of the data, see `DataReport.to_json`; `facts` are lines for people.
+        exit_code: where there are errors.
+        sheet: the page, where it was asked for and the images can be read.
+    """
 
     errors: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
+    notes: tuple[Problem, ...]
     details: Mapping[str, Any]
-    exit_code: int = DataError.exit_code  # where there are errors
+    exit_code: int = DataError.exit_code
+    sheet: str | None = None
+
+    def failed(self, *, strict: bool) -> bool:
+        """Whether the command ends with its exit code."""
+        return bool(self.errors or (strict and self.warnings))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            **self.details,
-            "errors": [asdict(problem) for problem in self.errors],
-            "warnings": [asdict(problem) for problem in self.warnings],
-        }
+        kinds = {"errors": self.errors, "warnings": self.warnings, "notes": self.notes}
+        return {**self.details, **{name: [asdict(problem) for problem in problems] for name, problems in kinds.items()}}
 
-    def lines(self) -> list[str]:
-        """Text for a terminal: errors, warnings, then what was found per split."""
-        lines = [f"error    {problem}" for problem in self.errors]
-        lines += [f"warning  {problem}" for problem in self.warnings]
-        for name, counts in self.details.get("splits", {}).items():
-            lines.append(f"{name}: " + ", ".join(f"{key} {_short_counts(value)}" for key, value in counts.items() if value))
-        return [*lines, f"{len(self.errors)} errors, {len(self.warnings)} warnings"]
+    def lines(self, columns: int | None = None, glyphs: Glyphs = UNICODE) -> list[str]:
+        """Text for people, findings first; broken at so many columns, or not at all."""
+        return check_lines(self.to_json(), columns, glyphs)
 
 
-def _short_counts(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{key}:{_short_counts(count)}" for key, count in value.items())
-    return " to ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def check(
+    loaded: LoadedRecipe, *, fast: bool = False, sheet: bool = False, progress: Callable[[int, int], None] | None = None
+) -> CheckReport:
+    """Recipe, whole data set decoded once, model built: every finding at once, for what one part refuses hides no other.
 
-
-def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
-    """Recipe, whole data set decoded once, model built: every finding at once, for what one part refuses hides no other."""
+    Args:
+        fast: headers alone.
+        sheet: make the contact sheet.
+        progress: called with (files done, files in all).
+    """
     resolution, data, found = Resolution(loaded), loaded.recipe.data, _Found()
     device = pick_device()
     drawn = tuple(Problem(event.text) for event in assemble.draw_sample(loaded))
@@ -68,20 +82,40 @@ def check(loaded: LoadedRecipe, *, fast: bool = False) -> CheckReport:
     if datasets is not None and isinstance(batch, int):
         found.by(lambda: assemble.refuse_warmup(loaded, len(datasets.train), batch))
     channels, scale = pixels or (3 if isinstance(data.channels, str) else data.channels, Scale())
-    found.by(lambda: assemble.make_augmentation(loaded, channels))
+    augment = found.by(lambda: assemble.make_augmentation(loaded, channels))
     classes = _some_classes(loaded) if datasets is None else datasets.classes
     _check_model(loaded, resolution, device, num_classes=len(classes), channels=channels, found=found)
     if datasets is None:
-        return CheckReport(found.problems, drawn, {}, found.exit_code)
+        return CheckReport(found.problems, drawn, (), {}, found.exit_code)
     # Of the pixels alone: any interpolation will do.
     size = loaded.recipe.model.image_size
     preprocess = Preprocess(size, data.fit, data.background, channels, scale, overlap=data.overlap) if pixels else None
-    report = assemble.check_data(loaded, datasets, preprocess, fast=fast)
+    report = assemble.check_data(loaded, datasets, preprocess, fast=fast, progress=progress)
     # That nothing could be read is said by the files' own errors, where there are any.
     found.add(DataError, [problem for problem in unmeasured.problems if problem.key or not report.errors])
     found.add(DataError, report.errors)
-    details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings")}
-    return CheckReport(found.problems, (*drawn, *report.warnings), details, found.exit_code)
+    details = {key: value for key, value in report.to_json().items() if key not in ("errors", "warnings", "notes")}
+    details["facts"] = facts = _facts(loaded, report, preprocess, augment)
+    page = None
+    if sheet and preprocess is not None:
+        images = show_images(datasets.train, Pipeline(preprocess, augment), max_pixels=data.max_pixels, seed=loaded.recipe.train.seed)
+        page = render_sheet(loaded.path.name, facts, list(images), len(classes))
+    return CheckReport(found.problems, (*drawn, *report.warnings), report.notes, details, found.exit_code, page)
+
+
+def _facts(loaded: LoadedRecipe, report: DataReport, preprocess: Preprocess | None, augment: Augment | None) -> dict[str, str]:
+    """What is done to the images, in words."""
+    number, decoded = report.num_images, report.num_decoded
+    facts = {"images": f"{number} decoded" if decoded == number else f"{decoded} of {number} decoded, the others by their headers"}
+    if preprocess is not None:
+        height, width = preprocess.image_size
+        scale = "by type" if preprocess.scale.kind == "dtype" else f"{preprocess.scale.low:g} to {preprocess.scale.high:g}"
+        facts["input"] = f"{width} x {height} px, {preprocess.in_chans} channels, data.fit {preprocess.fit}, values {scale}"
+    if augment is not None:
+        name, why = loaded.recipe.data.augment, usable_library()[1]
+        what = name if isinstance(name, str) else ", ".join(str(step["name"]) for step in name)
+        facts["augment"] = f"{what}, by {augment.made_by}" + (f", since {why}" if why else "")
+    return facts
 
 
 def _some_classes(loaded: LoadedRecipe) -> tuple[str, ...]:

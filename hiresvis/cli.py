@@ -166,20 +166,45 @@ def check(
     recipe: RecipePath,
     overrides: Overrides = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read headers only; decode nothing.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings are errors.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are errors; notes never are.")] = False,
+    sheet: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page of images as the model gets them.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recipe, whole data set decoded once, model built: every finding at once."""
+    """Recipe, whole data set decoded once, model built: every finding at once.
+
+    Results are remembered by path, size and time of change, so that a second check, and fit, decode nothing again.
+
+    --json: errors, warnings and notes (message, place, key); checked (images, decoded); same_bytes and look_alikes (lists of groups of
+    split, path, row); splits (counts, sizes as [min, median, max], balance, groups, blank, extremes); facts.
+    """
+    if sheet is not None and sheet.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"{sheet} is no .html file", param_hint="--sheet")
     with _ending():
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
         from hiresvis.checking import check as run_check
+        from hiresvis.ui.counter import counting
 
-        report = run_check(loaded, fast=fast)
-        _print_report(report, as_json)
-        failed = bool(report.errors or (strict and report.warnings))
-    if failed:
+        with counting("checked", sys.stderr) as progress:
+            report = run_check(loaded, fast=fast, sheet=sheet is not None, progress=progress)
+        if as_json:
+            _print_json(report.to_json())
+        else:
+            from hiresvis.ui.text import glyphs_for
+
+            columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+            print(*report.lines(columns, glyphs_for(sys.stdout.encoding)), sep="\n")
+        if sheet is not None:
+            if report.sheet is None:
+                _say("no sheet: the images cannot be read, see the errors")
+            else:
+                with _whole_file(sheet, "--sheet") as stream:
+                    stream.write(report.sheet)
+                _say(f"sheet: {sheet}")
+    if report.failed(strict=strict):
         raise typer.Exit(report.exit_code)
 
 
@@ -412,37 +437,38 @@ class _Output:
 
     stream: TextIO
     path: Path
+    option: str
 
     def write(self, text: str, /) -> None:
-        with _blamed_on(self.path):
+        with _blamed_on(self.path, self.option):
             self.stream.write(text)
 
     def flush(self) -> None:
-        with _blamed_on(self.path):
+        with _blamed_on(self.path, self.option):
             self.stream.flush()
 
 
 @contextmanager
-def _blamed_on(path: Path) -> Iterator[None]:
+def _blamed_on(path: Path, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to --out") from error
+        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to {option}") from error
 
 
 @contextmanager
-def _whole_file(path: Path, errors: str = "strict") -> Iterator[_Output]:
+def _whole_file(path: Path, option: str = "--out", errors: str = "strict") -> Iterator[_Output]:
     """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
 
     Raises:
         EnvironmentFailed: it cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
-    with _blamed_on(path):
+    with _blamed_on(path, option):
         stream = partial.open("w", encoding="utf-8", errors=errors, newline="")
     try:
-        yield _Output(stream, path)
-        with _blamed_on(path):
+        yield _Output(stream, path, option)
+        with _blamed_on(path, option):
             stream.close()
             os.replace(partial, path)
     except BaseException:

@@ -133,16 +133,22 @@ def examine(image: OpenedImage, preprocess: Preprocess, path: Path) -> None:
     image.check_size(preprocess.draft_px, preprocess.image_size if preprocess.in_windows else None)
 
 
-def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) -> None:
+def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) -> np.ndarray | None:
     """Decodes all that may be read of the image, one part after another, and holds it to the model's number range, where that is known.
+
+    Returns:
+        the pixels, where they are read as one.
 
     Raises:
         DataError: damage, or values outside the range, with the path.
     """
-    for array in _all_arrays(image, preprocess):
+    whole = None
+    for number, array in enumerate(_all_arrays(image, preprocess)):
         if preprocess is not None:
             with _naming(path):
                 preprocess.scale.check(array)
+        whole = None if number else array
+    return whole
 
 
 def _all_arrays(image: OpenedImage, preprocess: Preprocess | None) -> Iterator[np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Literal, TextIO
 
 from hiresvis.ui.view import SilentView, View
 
-__all__ = ["Ui", "View", "make_view"]
+__all__ = ["Ui", "View", "interactive", "make_view"]
 
 Ui = Literal["auto", "rich", "plain", "json", "off"]
 
@@ -36,7 +36,7 @@ def make_view(
     stream = sys.stderr if stream is None else stream
     environ = os.environ if environ is None else environ
     if ui == "auto":
-        ui = "rich" if _interactive(stream, environ) else "plain"
+        ui = "rich" if interactive(stream, environ) else "plain"
     if ui == "off":
         return SilentView()
     if ui == "rich":
@@ -48,7 +48,9 @@ def make_view(
     return JsonView(stream) if ui == "json" else PlainView(stream, clock)
 
 
-def _interactive(stream: TextIO, environ: Mapping[str, str]) -> bool:
+def interactive(stream: TextIO, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a person watches: a terminal that can move its cursor, and no CI."""
+    environ = os.environ if environ is None else environ
     if environ.get("TERM", "").lower() == "dumb" or environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     try:

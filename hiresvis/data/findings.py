@@ -1,0 +1,135 @@
+"""What the check found of each file, remembered from one start to the next.
+
+A small database (sqlite, from the standard library) in the cache folder: results are added in batches while files are looked at, so a
+check that is stopped loses seconds; two processes add to the same file in turn. A database that cannot be read is begun anew, and one
+that cannot be written is done without: what is lost is time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from itertools import islice
+from pathlib import Path
+
+from hiresvis.data.header import Header
+from hiresvis.data.likeness import Look
+
+CACHE_NAME = "check-4.sqlite"  # a new number where files that were sound may be refused now
+_BATCH_S = 2.0
+_AT_ONCE = 500  # names in one question
+_MOST_ROWS = 1_000_000
+_WAIT_S = 30.0  # for another process that writes
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS findings "
+    "(path BLOB PRIMARY KEY, key TEXT, header TEXT, error TEXT, digest BLOB, signature BLOB, spread REAL)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one file was found to be.
+
+    Attributes:
+        key: tells whether the file, or what is asked of it, changed since; empty where the file cannot be looked up.
+        header: None where it cannot be read.
+        error: what is wrong with the file, None for nothing.
+        digest: of all the file's bytes; None where nothing was decoded.
+        look: of its pixels; None also where it was read in parts, and for regions.
+    """
+
+    key: str
+    header: Header | None = None
+    error: str | None = None
+    digest: bytes | None = None
+    look: Look | None = None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether it says all there is to say: its pixels were read, or it was refused."""
+        return self.digest is not None or self.error is not None
+
+
+class FindingStore:
+    """Findings by absolute path (of a region, with its place). Not shared between threads."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / CACHE_NAME
+        self._new: dict[str, Finding] = {}
+        self._written_at = time.monotonic()
+        self._database = self._open()
+
+    def read(self, keys: Mapping[str, str]) -> dict[str, Finding]:
+        """Those of the paths whose key is still this one."""
+        found: dict[str, Finding] = {}
+        paths = iter(keys)
+        while self._database is not None and (some := [os.fsencode(path) for path in islice(paths, _AT_ONCE)]):
+            try:
+                rows = self._database.execute(f"SELECT * FROM findings WHERE path IN ({','.join('?' * len(some))})", some).fetchall()
+                known = {os.fsdecode(path): _finding(*values) for path, *values in rows}
+            except (sqlite3.Error, ValueError, TypeError):
+                return found
+            found.update((path, finding) for path, finding in known.items() if finding.key == keys[path])
+        return found
+
+    def add(self, path: str, finding: Finding) -> None:
+        """Keeps a finding; written with others every two seconds."""
+        self._new[path] = finding
+        if time.monotonic() - self._written_at > _BATCH_S:
+            self.write()
+
+    def write(self) -> None:
+        """Writes what was added."""
+        if self._database is not None and self._new:
+            with suppress(sqlite3.Error), self._database:
+                rows = [_row(path, finding) for path, finding in self._new.items()]
+                self._database.executemany("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+                self._database.execute("DELETE FROM findings WHERE rowid <= (SELECT max(rowid) FROM findings) - ?", [_MOST_ROWS])
+        self._new = {}
+        self._written_at = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what was added and lets go of the file."""
+        self.write()
+        if self._database is not None:
+            with suppress(sqlite3.Error):
+                self._database.close()
+            self._database = None
+
+    def _open(self) -> sqlite3.Connection | None:
+        if self._path is None:
+            return None
+        for _ in range(2):
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                database = sqlite3.connect(self._path, timeout=_WAIT_S)
+                with database:
+                    database.execute(_TABLE)
+                return database
+            except sqlite3.OperationalError:  # no such folder, or not writable
+                return None
+            except sqlite3.DatabaseError:  # damaged, or no database at all
+                with suppress(OSError):
+                    os.unlink(self._path)
+            except OSError:
+                return None
+        return None
+
+
+def _row(path: str, finding: Finding) -> tuple[object, ...]:
+    header = None if finding.header is None else json.dumps(astuple(finding.header))
+    error = None if finding.error is None else finding.error.encode("utf-8", "backslashreplace").decode()  # it may quote a file's name
+    look = (None, None) if finding.look is None else (finding.look.signature, finding.look.spread)
+    return os.fsencode(path), finding.key, header, error, finding.digest, *look
+
+
+def _finding(
+    key: str, header: str | None, error: str | None, digest: bytes | None, signature: bytes | None, spread: float | None
+) -> Finding:
+    look = None if signature is None or spread is None else Look(signature, spread)
+    return Finding(key, None if header is None else Header(*json.loads(header)), error, digest, look)

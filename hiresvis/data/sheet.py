@@ -1,0 +1,88 @@
+"""Pictures of what the model will be given: a few images of each class after preprocessing, and some draws of their augmentation."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from hiresvis.data.contract import load_image
+from hiresvis.data.sources import Dataset, Sample
+from hiresvis.data.transforms import Pipeline, resize, sample_seed
+from hiresvis.errors import DataError
+
+SIDE_PX = 224  # of one picture
+MOST_IMAGES = 36  # about 3 MB, with five pictures each
+IMAGES_PER_CLASS = 3
+DRAWS = 3
+_QUALITY = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One image of train.
+
+    Attributes:
+        label: its class.
+        name: as its source names it.
+        whole: all of it, reduced. detail: the middle, pixel for pixel. draws: whole, augmented. Each is a JPEG data URI.
+        error: why there are no pictures.
+    """
+
+    label: str
+    name: str
+    whole: str = ""
+    detail: str = ""
+    draws: tuple[str, ...] = ()
+    error: str = ""
+
+
+def show_images(dataset: Dataset, pipeline: Pipeline, *, max_pixels: int, seed: int) -> Iterator[Shown]:
+    """A few images of each class, by the pipeline that training uses.
+
+    Args:
+        dataset: the training split.
+        pipeline: preprocessing and augmentation.
+        max_pixels: larger images are refused.
+        seed: of the run; the draws are those of the first epochs.
+    """
+    positions: dict[int | None, list[int]] = {}
+    for position, sample in enumerate(dataset.samples):
+        positions.setdefault(sample.label, []).append(position)
+    labels = sorted(positions, key=lambda label: -1 if label is None else label)
+    each = max(1, min(IMAGES_PER_CLASS, MOST_IMAGES // max(1, len(labels))))
+    for label in labels[:MOST_IMAGES]:
+        own = positions[label]
+        for position in sorted({own[number * len(own) // each] for number in range(each)}):
+            name = "" if label is None else dataset.classes[label]
+            yield _show(dataset.samples[position], position, name, pipeline, max_pixels, seed)
+
+
+def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pixels: int, seed: int) -> Shown:
+    try:
+        array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels)
+    except DataError as error:
+        return Shown(label, sample.name, error="; ".join(problem.message for problem in error.problems))
+    draws: Sequence[np.ndarray] = ()
+    if pipeline.augment is not None:
+        draws = [pipeline.augment(array, sample_seed(seed, epoch, position)) for epoch in range(1, DRAWS + 1)]
+    top, left = ((size - min(size, SIDE_PX)) // 2 for size in array.shape[:2])
+    detail = array[top : top + SIDE_PX, left : left + SIDE_PX]
+    return Shown(label, sample.name, _uri(_reduced(array)), _uri(detail), tuple(_uri(_reduced(draw)) for draw in draws))
+
+
+def _reduced(array: np.ndarray) -> np.ndarray:
+    """At most SIDE_PX a side, its shape kept; nothing is enlarged."""
+    factor = min(1.0, SIDE_PX / max(array.shape[:2]))
+    return resize(array, *(max(1, round(size * factor)) for size in array.shape[:2]))
+
+
+def _uri(array: np.ndarray) -> str:
+    """uint8 or float32 in 0 to 1 as a JPEG; of two channels the first is shown, of more than three the first three."""
+    pixels = array if array.dtype == np.uint8 else np.rint(array * 255).astype(np.uint8)
+    colours = pixels[..., 0] if pixels.shape[2] < 3 else cv2.cvtColor(np.ascontiguousarray(pixels[..., :3]), cv2.COLOR_RGB2BGR)
+    _, data = cv2.imencode(".jpg", colours, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
+    return "data:image/jpeg;base64," + base64.b64encode(data.tobytes()).decode("ascii")

@@ -1,0 +1,50 @@
+"""How far a long look at many files is: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from hiresvis.ui import interactive
+from hiresvis.units import format_duration
+
+FIRST_S, BETWEEN_S = 5.0, 30.0  # a short look says nothing
+
+
+@contextmanager
+def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with (done, total); what it shows is gone, or stays as lines, when the block is left."""
+    if not interactive(stream):
+        yield _Lines(what, stream, clock)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """The first line after five seconds, then one every thirty."""
+
+    def __init__(self, what: str, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._what, self._stream, self._clock = what, stream, clock
+        self._begun = clock()
+        self._next = self._begun + FIRST_S
+        self._first = math.nan  # files that were known before anything was looked at
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if math.isnan(self._first):
+            self._first, self._begun = done, now
+        if now < self._next:
+            return
+        self._next = now + BETWEEN_S
+        rate = (done - self._first) / max(now - self._begun, 1e-9)
+        left = f", {format_duration((total - done) / rate)} left" if rate > 0 and done < total else ""
+        print(f"{self._what}: {done} of {total}{left}", file=self._stream, flush=True)
