@@ -5,7 +5,7 @@ Each function settles the `auto` keys of its part and records value and reason i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
 from hiresvis.data.augment import Augment, make_augment
-from hiresvis.data.check import DataReport, check_datasets
+from hiresvis.data.check import DataReport, check_steps
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.samples import draw_boards
@@ -78,23 +78,24 @@ def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int,
 
 
 def check_data(
-    loaded: LoadedRecipe,
-    datasets: Datasets,
-    preprocess: Preprocess | None,
-    *,
-    fast: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> DataReport:
-    """Every file decoded once (results are remembered); without `preprocess` nothing is held against the model's input."""
+    loaded: LoadedRecipe, datasets: Datasets, preprocess: Preprocess | None, *, fast: bool = False, seconds: float | None = None
+) -> Generator[tuple[int, int], None, DataReport]:
+    """Every file decoded once (results are remembered), yielding (files done, files in all); see `check_steps`.
+
+    Args:
+        preprocess: without it nothing is held against the model's input.
+        fast: headers alone.
+        seconds: a limit on decoding.
+    """
     data = loaded.recipe.data
-    return check_datasets(
+    return check_steps(
         datasets,
         max_pixels=data.max_pixels,
         preprocess=preprocess,
         bad_images=data.bad_images,
         fast=fast,
+        seconds=seconds,
         cache_folder=cache_folder(),
-        progress=progress,
     )
 
 

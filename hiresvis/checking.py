@@ -14,7 +14,7 @@ from hiresvis.assemble import Trainable
 from hiresvis.backbone.build import Backbone
 from hiresvis.costing import entry_of
 from hiresvis.data.augment import Augment, usable_library
-from hiresvis.data.check import DataReport
+from hiresvis.data.check import DataReport, finished
 from hiresvis.data.sheet import show_images
 from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.device import block_bytes, pick_device
@@ -90,7 +90,7 @@ def check(
     # Of the pixels alone: any interpolation will do.
     size = loaded.recipe.model.image_size
     preprocess = Preprocess(size, data.fit, data.background, channels, scale, overlap=data.overlap) if pixels else None
-    report = assemble.check_data(loaded, datasets, preprocess, fast=fast, progress=progress)
+    report = finished(assemble.check_data(loaded, datasets, preprocess, fast=fast), progress)
     # That nothing could be read is said by the files' own errors, where there are any.
     found.add(DataError, [problem for problem in unmeasured.problems if problem.key or not report.errors])
     found.add(DataError, report.errors)

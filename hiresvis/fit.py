@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from hiresvis import assemble, profiles
 from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.augment import usable_library
+from hiresvis.data.check import DataReport, partly_decoded
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
@@ -64,7 +65,10 @@ from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
+from hiresvis.units import format_duration, format_size
 
+CHECK_SECONDS = 600.0  # that data.check: auto decodes before training
+_TOLD_EVERY_S = 30.0
 _ROLLBACKS = 2  # of a run that diverges, before it stops
 _WITH_STATISTICS = 2  # images that a micro-batch should have at least where batch statistics are taken of it
 
@@ -278,18 +282,48 @@ class _Run:
         if before is not None:
             refuse_other_contract(before, contract, loaded.run_dir)
         if before is None:
-            yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
-            stopped = "stopped while checking the data; nothing was trained"
-            report = assemble.check_data(loaded, datasets, contract.preprocess(), progress=lambda *_: self.stop.raise_if_requested(stopped))
-            for warning in report.warnings:
-                yield Notice(level="warning", text=str(warning))
-            if report.errors:
-                raise DataError(report.errors)
+            yield from self._check(datasets, contract)
         parts = make_parts(loaded, self.resolution, datasets, contract, backbone, self.device, norm=norm)
         yield Notice(level="info", text=assemble.describe_model(parts.trainable))
         if parts.pipeline.augment is not None and (why := usable_library()[1]):
             yield Notice(level="warning", text=f"augmentation by {parts.pipeline.augment.made_by}, since {why}")
         return parts
+
+    def _check(self, datasets: Datasets, contract: Contract) -> Iterator[Event]:
+        """Looks at the images as data.check says, and tells what was found.
+
+        Raises:
+            DataError: some cannot be trained on.
+            Interrupted: a stop was requested; what was found is remembered.
+        """
+        how, told = self.loaded.recipe.data.check, time.monotonic()
+        seconds = CHECK_SECONDS if how == "auto" else None
+        steps = assemble.check_data(self.loaded, datasets, contract.preprocess(), fast=how == "headers", seconds=seconds)
+        yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
+
+        while True:
+            try:
+                done, total = next(steps)
+            except StopIteration as end:
+                report: DataReport = end.value
+                break
+            if self.stop.requested:
+                steps.close()
+                self.stop.raise_if_requested("stopped while checking the data; nothing was trained")
+            if time.monotonic() - told > _TOLD_EVERY_S:
+                told = time.monotonic()
+                yield Notice(level="info", text=f"checked {done} of {total} images")
+        for level, problems in (("warning", report.warnings), ("info", report.notes)):
+            for problem in problems:
+                yield Notice(level=level, text=str(problem))
+        if report.errors:
+            raise DataError(report.errors)
+        if seconds is not None:
+            unread = partly_decoded(report, seconds)
+            if unread:
+                yield Notice(level="warning", text=unread)
+            share = f"{report.num_decoded} of {report.num_images} images decoded"
+            self.resolution.set("data.check", "auto" if unread else "full", f"{share}, in {format_duration(seconds)} at most")
 
     def _started(self, parts: Parts, *, batch: int | None, resumed_from_epoch: int | None) -> RunStarted:
         recipe = self.loaded.recipe

@@ -69,25 +69,8 @@ class DataReport:
         }
 
 
-def check_datasets(
-    datasets: Datasets,
-    *,
-    max_pixels: int,
-    preprocess: Preprocess | None = None,
-    bad_images: str = "error",
-    fast: bool = False,
-    cache_folder: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    threads: int | None = None,
-) -> DataReport:
-    """`check_steps` run to its end.
-
-    Args:
-        progress: called with (files done, files in all).
-    """
-    steps = check_steps(
-        datasets, max_pixels=max_pixels, preprocess=preprocess, bad_images=bad_images, fast=fast, cache_folder=cache_folder, threads=threads
-    )
+def finished(steps: Generator[tuple[int, int], None, DataReport], progress: Callable[[int, int], None] | None = None) -> DataReport:
+    """The report of `check_steps` run to its end; `progress` is called with (files done, files in all)."""
     while True:
         try:
             done, total = next(steps)

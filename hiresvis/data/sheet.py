@@ -69,9 +69,10 @@ def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pix
     draws: Sequence[np.ndarray] = ()
     if pipeline.augment is not None:
         draws = [pipeline.augment(array, sample_seed(seed, epoch, position)) for epoch in range(1, DRAWS + 1)]
-    top, left = ((size - min(size, SIDE_PX)) // 2 for size in array.shape[:2])
-    detail = array[top : top + SIDE_PX, left : left + SIDE_PX]
-    return Shown(label, sample.name, _uri(_reduced(array)), _uri(detail), tuple(_uri(_reduced(draw)) for draw in draws))
+    whole = _reduced(array)
+    top, left = ((size - shown) // 2 for size, shown in zip(array.shape[:2], whole.shape[:2], strict=True))
+    detail = array[top : top + whole.shape[0], left : left + whole.shape[1]]
+    return Shown(label, sample.name, _uri(whole), _uri(detail), tuple(_uri(_reduced(draw)) for draw in draws))
 
 
 def _reduced(array: np.ndarray) -> np.ndarray:

@@ -62,6 +62,9 @@ class Data(Section):
     bad_images: Annotated[Literal["error", "skip"], values.choice("error", "skip", later=("quarantine",))] = _key(
         "error", "What an unreadable training image does: ends the run, or is left out and counted."
     )
+    check: Annotated[Literal["auto", "full", "headers"], values.choice("auto", "full", "headers")] = _key(
+        "auto", "What fit does before training: decodes every image once (full), in ten minutes at most (auto), or reads headers alone."
+    )
     unseen: Annotated[Literal["error", "drop"], values.choice("error", "drop")] = _key(
         "error", "What a validation or test label that train lacks does: ends the run, or its images are left out."
     )

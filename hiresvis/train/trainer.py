@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hiresvis.device import is_out_of_memory, release
-from hiresvis.errors import EnvironmentFailed, Interrupted, TrainingFailed
+from hiresvis.errors import DataError, EnvironmentFailed, Interrupted, Problem, TrainingFailed
 from hiresvis.run.events import (
     EpochDone,
     EpochStarted,
@@ -149,6 +149,7 @@ class Trainer:
 
         Raises:
             Interrupted: a stop was requested.
+            DataError: a file cannot be read; the run is saved as it was after the last step.
             TrainingFailed: several steps in a row were not finite, or the loss runs away, and the run has gone back often enough.
             DoesNotFit: memory ran out, and no more room can be made.
         """
@@ -211,6 +212,9 @@ class Trainer:
                 outcome = self._step.apply() if batch.indices else None  # all files of the batch were skipped
             except StopIteration:
                 return None
+            except DataError as error:
+                self._step.take_back(mark)  # a part of the batch may be accumulated
+                yield from self._unreadable(error, "data.train")
             except (RuntimeError, MemoryError) as error:
                 if self._relief is None or not is_out_of_memory(error):
                     raise
@@ -357,6 +361,9 @@ class Trainer:
             except StopIteration as stopped:
                 evaluation = stopped.value
                 break
+            except DataError as error:
+                yield from self._unreadable(error, "data.val")
+                raise
             if isinstance(told, Event):
                 yield told
                 continue
@@ -432,6 +439,24 @@ class Trainer:
             if again:
                 release()
         yield self._notice("error", f"not saved: memory ran out ({ran_out}); what was saved before is whole")
+
+    def _unreadable(self, error: DataError, key: str) -> Iterator[Event]:
+        """Saves the run as it is after its last step, and leaves at a file that cannot be read.
+
+        Raises:
+            DataError: the file, and how to go on.
+        """
+        progress = self.progress
+        here = (progress.epoch, progress.step)
+        if self._saved_at != here:
+            yield from self._save()
+        saved = "nothing is saved yet, a resumed run begins anew with its own plan"
+        if self._saved_at is not None:
+            saved = f"saved is epoch {self._saved_at[0]}, step {self._saved_at[1]}"
+        mend = "mend or replace the file" + (", or set data.bad_images: skip" if key == "data.train" else "")
+        command = f", then go on with: {self._resume_command}" if self._resume_command else ""
+        where = f"training ended there, in epoch {here[0]} after step {here[1]} of {progress.num_steps}; {saved}"
+        raise DataError([*error.problems, Problem(f"{where}; {mend}{command}", key=key)]) from error
 
     def _interrupt(self) -> Iterator[Event]:
         """Saves and leaves.

@@ -39,6 +39,7 @@ def check_lines(found: Mapping[str, Any], columns: int | None, glyphs: Glyphs) -
         width = columns or 100
         tables = [_split_table(splits), _class_table(splits, glyphs), _extreme_table(splits, width, glyphs)]
         lines += [line for table in tables if table for line in ("", *table)]
+        lines = lines[not lines[0] :]
     facts = [f"{label:{_LABEL}}{text}" for label, text in (found.get("facts") or {}).items()]
     lines += ["", *facts] if facts else []
     counts = ", ".join(_counted(len(found.get(kind, ())), kind.removesuffix("s")) for kind in ("errors", "warnings", "notes"))
@@ -121,13 +122,15 @@ def _class_table(splits: Mapping[str, Mapping[str, Any]], glyphs: Glyphs) -> lis
 
 def _extreme_table(splits: Mapping[str, Mapping[str, Any]], width: int, glyphs: Glyphs) -> list[str]:
     """The image at the end of each scale, of all splits; an end that is no end (nothing cut off, nothing stretched) is left out."""
+    sizes = {counts["extremes"][key]["value"] for counts in splits.values() for key in ("smallest", "largest") if counts["extremes"]}
+    same_size = sizes.pop() if len(sizes) == 1 else None
     rows = []
     for key, (label, shape) in _EXTREMES.items():
         ends = [counts["extremes"][key] for counts in splits.values() if key in counts.get("extremes", {})]
         if not ends:
             continue
         end = (min if key in ("smallest", "least_kept") else max)(ends, key=lambda end: end["value"])
-        if key in ("smallest", "largest") or end["value"] != 1:
+        if end["value"] != (same_size if key in ("smallest", "largest") else 1):
             rows.append((label, shape.format_map(end), end["path"]))
     room = width - sum(max((cell_width(row[place]) for row in rows), default=0) + 2 for place in (0, 1))
     return _aligned([(label, numbers, _tail(path, room, glyphs)) for label, numbers, path in rows])

@@ -24,9 +24,18 @@ def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monoto
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(file=stream), transient=True)
+
+    def show(done: int, total: int) -> None:
+        if not bar.tasks:  # the bar comes with the first file: models are built and tables read before
+            bar.start()
+            bar.add_task(what)
+        bar.update(bar.tasks[0].id, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 class _Lines:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pillow_heif
@@ -16,12 +20,22 @@ import tifffile
 from PIL import Image
 
 from hiresvis.data import photos
-from hiresvis.data.check import CACHE_NAME, check_datasets
+from hiresvis.data.check import DataReport, check_steps, finished, partly_decoded
+from hiresvis.data.findings import CACHE_NAME
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.sources import Datasets, load_datasets
 from hiresvis.data.transforms import Preprocess
+from hiresvis.errors import Problem
 
 LIMIT = 10**7
+
+
+def check_datasets(datasets: Datasets, *, progress: Callable[[int, int], None] | None = None, **options: Any) -> DataReport:
+    return finished(check_steps(datasets, **options), progress)
+
+
+def messages(problems: Iterable[Problem]) -> str:
+    return "\n".join(map(str, problems))
 
 
 @pytest.fixture
@@ -101,23 +115,108 @@ def test_skip_turns_bad_files_of_train_into_warnings_but_not_of_val(folders: tup
     assert any(problem.place == str(folders[0] / "a" / "001.png") for problem in report.warnings)
 
 
-def test_same_bytes_in_two_splits_are_listed_and_fail_when_strict(folders: tuple[Path, Path]) -> None:
-    """By content, whatever the name; a file of the same size and other bytes is no duplicate."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_same_bytes_in_two_splits_are_a_warning_with_the_pair(folders: tuple[Path, Path], fast: bool) -> None:
+    """By content, whatever the name; a file of the same size and other bytes is no copy."""
     shutil.copy(folders[0] / "b" / "000.png", folders[1] / "b" / "other name.png")
     twin = bytearray((folders[0] / "b" / "001.png").read_bytes())
-    (folders[1] / "b" / "twin.png").write_bytes(twin[:-1] + bytes([twin[-1] ^ 1]))
-    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, fast=True)
-    pair = (str(folders[0] / "b" / "000.png"), str(folders[1] / "b" / "other name.png"))
-    assert report.duplicates == (pair,)
-    assert not report.failures()
-    assert [problem.place for problem in report.failures(strict=True)] == [pair[0]]
+    (folders[1] / "b" / "twin.bmp").write_bytes(twin[:-1] + bytes([twin[-1] ^ 1]))
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, fast=fast)
+    (copies,) = report.same_bytes
+    assert copies.across
+    assert [(split, sample.path.name) for split, sample in copies.members] == [("train", "000.png"), ("val", "other name.png")]
+    pair = f"{folders[0] / 'b' / '000.png'} and {folders[1] / 'b' / 'other name.png'}"
+    assert f"2 files in 1 group with the same bytes in two splits, so that what is trained on is tested on: {pair}" in messages(
+        report.warnings
+    )
+    assert report.to_json()["same_bytes"][0][1]["split"] == "val"
+
+
+def test_copies_within_a_split_are_a_warning_of_their_own(folders: tuple[Path, Path]) -> None:
+    """Twelve copies are one group, in which no pair is listed twice, and what looks alike is not said of the same bytes again."""
+    for number in range(11):
+        shutil.copy(folders[0] / "b" / "000.png", folders[0] / "b" / f"copy{number}.png")
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT)
+    assert [len(copies.members) for copies in report.same_bytes] == [12]
+    assert "12 files in 1 group with the same bytes in one split" in messages(report.warnings)
+    assert "(and 10 more)" in messages(report.warnings)
+    assert report.look_alikes == ()
 
 
 def test_same_bytes_under_two_labels_are_a_warning(folders: tuple[Path, Path]) -> None:
-    """One of the labels is wrong."""
+    """One of the labels is wrong, in one split as across two."""
     shutil.copy(folders[0] / "b" / "000.png", folders[0] / "a" / "copy.png")
+    shutil.copy(folders[0] / "b" / "001.png", folders[1] / "a" / "copy.png")
     report = check_datasets(load_datasets(*folders), max_pixels=LIMIT)
-    assert any("another label (a and b)" in problem.message for problem in report.warnings)
+    assert messages(report.warnings).count("another label (a and b)") == 1
+    assert messages(report.warnings).count("another label (b and a)") == 1
+
+
+def test_images_saved_anew_are_noted_and_never_errors(folders: tuple[Path, Path], save_image: Callable[..., Path]) -> None:
+    """At another quality in the same split, smaller in the other: two notes with the files, by looks; nothing to warn of."""
+    for number in range(3):
+        save_image(folders[0] / "a" / f"photo{number}.png", seed=50 + number, size=(240, 320))
+    photo = Image.open(folders[0] / "a" / "photo1.png")
+    photo.save(folders[0] / "b" / "again.jpg", quality=60)
+    Image.open(folders[0] / "a" / "photo2.png").resize((256, 192)).save(folders[1] / "a" / "small.jpg", quality=80)
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT)
+    found = {frozenset(sample.path.name for _, sample in copies.members): copies.across for copies in report.look_alikes}
+    assert found == {frozenset(["photo1.png", "again.jpg"]): False, frozenset(["photo2.png", "small.jpg"]): True}
+    assert "2 files in 1 group that look alike in two splits" in messages(report.notes)
+    assert "2 files in 1 group that look alike in one split" in messages(report.notes)
+    assert not report.warnings
+    assert not report.errors
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_blank_images_are_a_warning_and_are_not_alike(folders: tuple[Path, Path], dtype: Any) -> None:
+    """One colour, and one colour with a speck and a little noise; a page with writing is none."""
+    rng, white = np.random.default_rng(0), int(np.iinfo(dtype).max)
+    page = np.full((200, 160, 3), white, dtype)
+    plain, dusty, written = page.copy(), page.copy(), page.copy()
+    dusty[50:53, 60:63] = 0
+    dusty -= rng.integers(0, max(1, white // 100), dusty.shape).astype(dtype)
+    written[40:160:8, 20:140] = 0
+    for name, array in (("plain", plain), ("dusty", dusty), ("written", written), ("plain2", page // 2)):
+        tifffile.imwrite(folders[0] / "a" / f"{name}.tif", array, photometric="rgb")
+    report = check_datasets(load_datasets(*folders), max_pixels=LIMIT, preprocess=Preprocess((24, 32), "letterbox"))
+    assert [Path(place["path"]).stem for place in report.splits["train"]["blank"]] == ["dusty", "plain", "plain2"]
+    assert "3 images are of one colour or nearly blank: " in messages(report.warnings)
+    assert report.look_alikes == ()
+
+
+def test_extremes_name_their_files(folders: tuple[Path, Path], save_image: Callable[..., Path]) -> None:
+    """Smallest, largest, most stretched and most shrunk, each with its path, row and numbers."""
+    small = save_image(folders[0] / "a" / "small.png", size=(10, 14), seed=7)
+    wide = save_image(folders[0] / "b" / "wide.png", size=(40, 480), seed=8)
+    large = save_image(folders[0] / "b" / "large.png", size=(300, 400), seed=9)
+    found = check_datasets(load_datasets(*folders), max_pixels=LIMIT, preprocess=Preprocess((24, 32))).splits["train"]["extremes"]
+    assert found["smallest"] == {"path": str(small), "row": str(small), "height": 10, "width": 14, "value": 140}
+    assert found["largest"]["path"] == str(large)
+    assert (found["most_stretched"]["path"], found["most_stretched"]["value"]) == (str(wide), 9)
+    assert (found["most_shrunk"]["path"], found["most_shrunk"]["value"]) == (str(wide), 15)
+
+
+def test_classes_and_groups_are_weighed(tmp_path: Path, save_image: Callable[..., Path]) -> None:
+    """Small classes, classes that val lacks, sizes far apart; groups with the largest. Notes, since the user may know."""
+    rows = [("a", f"p{number // 4}") for number in range(24)] + [("b", "q"), ("c", "r")]
+    lines = []
+    for number, (label, group) in enumerate(rows):
+        save_image(tmp_path / f"{number}.png", seed=number)
+        lines.append(f"{number}.png,{label},{group},train\n")
+    for number, label in enumerate("ab"):
+        save_image(tmp_path / f"v{number}.png", seed=100 + number)
+        lines.append(f"v{number}.png,{label},v{number},val\n")
+    (tmp_path / "all.csv").write_text("path,label,patient,part\n" + "".join(lines))
+    datasets = load_datasets(tmp_path / "all.csv", 0.5, group_column="patient", split_column="part")
+    report = check_datasets(datasets, max_pixels=LIMIT)
+    train = report.splits["train"]
+    assert train["balance"] == {"largest": "a", "smallest": "b", "ratio": 24.0}
+    assert train["groups"] == {"number": 8, "largest": "p0", "images_of_largest": 4}
+    said = messages(report.notes)
+    for text in ("fewer than 5 images in train: b (1), c (1)", "without an image in val: c", "a has 24 times the images of b"):
+        assert text in said
+    assert not report.warnings or all("split column" in str(problem) for problem in report.warnings)
 
 
 def test_rotations_modes_and_passed_over_files_are_counted(folders: tuple[Path, Path], save_image: Callable[..., Path]) -> None:
@@ -251,7 +350,8 @@ class TestCache:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / CACHE_NAME).write_text('{"x": {"key"')
         assert self.check(datasets, tmp_path / "cache") == 0
-        assert len(json.loads((tmp_path / "cache" / CACHE_NAME).read_text())) == 9
+        with closing(sqlite3.connect(tmp_path / "cache" / CACHE_NAME)) as database:
+            assert database.execute("SELECT count(*) FROM findings").fetchone() == (9,)
         (tmp_path / "file").touch()
         assert self.check(datasets, tmp_path / "file" / "cache") == 0
         assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [CACHE_NAME]
@@ -261,7 +361,47 @@ def test_progress_counts_every_file(folders: tuple[Path, Path]) -> None:
     """Up to the total, in order."""
     seen: list[tuple[int, int]] = []
     check_datasets(load_datasets(*folders), max_pixels=LIMIT, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(number, 9) for number in range(1, 10)]
+    assert seen == [(number, 9) for number in range(10)]
+
+
+class TestTimeLimit:
+    """Where the time is up, headers have to do, and the next check goes on."""
+
+    def test_files_beyond_the_limit_are_looked_at_by_their_headers_and_decoded_next_time(
+        self, folders: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        """A clock that moves a second a look: a part is decoded; every further check decodes a part of the rest, until all are."""
+        datasets, cache = load_datasets(*folders), tmp_path / "cache"
+        decoded = []
+        for _ in range(4):
+            ticks = count()
+            steps = check_steps(
+                datasets, max_pixels=LIMIT, seconds=3.5, cache_folder=cache, threads=1, clock=lambda ticks=ticks: float(next(ticks))
+            )
+            report = finished(steps)
+            assert report.num_images == 9
+            assert not report.errors
+            decoded.append(report.num_decoded)
+            assert bool(partly_decoded(report, 3.5)) == (report.num_decoded < 9)
+        assert decoded == [3, 6, 9, 9]
+
+    def test_what_headers_show_is_found_beyond_the_limit_too(self, folders: tuple[Path, Path]) -> None:
+        """An empty file is no matter of luck; a cut one is found when its turn comes."""
+        (folders[0] / "a" / "000.png").write_bytes(b"")
+        cut(folders[0] / "a" / "001.png")
+        steps = check_steps(load_datasets(*folders), max_pixels=LIMIT, seconds=0)
+        (problem,) = finished(steps).errors
+        assert "is empty" in problem.message
+
+
+def test_a_check_that_is_left_keeps_what_it_found(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Closed in the middle, as by Ctrl-C: the next one decodes the rest alone."""
+    datasets = load_datasets(*folders)
+    steps = check_steps(datasets, max_pixels=LIMIT, cache_folder=tmp_path, threads=1)
+    while next(steps)[0] < 4:
+        pass
+    steps.close()
+    assert next(check_steps(datasets, max_pixels=LIMIT, cache_folder=tmp_path)) == (4, 9)
 
 
 def test_warnings_of_the_sources_are_in_the_report(folders: tuple[Path, Path]) -> None:

@@ -125,8 +125,10 @@ def test_check_says_that_all_is_well(workshop):
     """Exit 0, counts by split, and as JSON the same."""
     done = workshop("check", workshop.recipe)
     assert done.code == 0
-    assert "train: images 16, classes blue:8 red:8" in done.out
-    assert done.out.endswith("0 errors, 0 warnings\n")
+    assert re.search(r"^images +16 +9 +7$", done.out, flags=re.MULTILINE)
+    assert re.search(r"^blue +8 +4 +3$", done.out, flags=re.MULTILINE)
+    assert re.search(r"^augment +light, by albumentations 2", done.out, flags=re.MULTILINE)
+    assert done.out.endswith("0 errors, 0 warnings, 0 notes\n")
     found = workshop("check", workshop.recipe, "--json").json
     assert (found["errors"], found["splits"]["val"]["classes"]) == ([], {"blue": 4, "red": 5})
 
@@ -138,12 +140,12 @@ def test_check_finds_independent_errors_at_once(workshop):
     assert done.code == 2
     for said in ("model.name  timm has no model", "data.augment[0]  ", "memory.budget  999.0 TiB is above the ", "nowhere  does not exist"):
         assert said in done.out, done.out
-    assert done.out.endswith("4 errors, 0 warnings\n")
+    assert done.out.endswith("4 errors, 0 warnings, 0 notes\n")
     done = workshop("check", workshop.recipe, "model.freeze=99", "optim.warmup=500", "model.pretrained=no/such.pth")
     assert done.code == 2
     for said in ("model.freeze  99 stages to freeze", "optim.warmup  warmup 500 is 500 steps", "no/such.pth"):
         assert said in done.out, done.out
-    assert done.out.endswith("3 errors, 0 warnings\n")
+    assert done.out.endswith("3 errors, 0 warnings, 0 notes\n")
 
 
 def test_check_refuses_a_spacing_for_a_stage_that_the_model_lacks(workshop):
