@@ -53,9 +53,9 @@ def test_grey_deep_and_many_channels_can_be_seen(tmp_path: Path, dtype: Any, cha
             (tmp_path / split / label).mkdir(parents=True)
             ramp = np.linspace(0, 4000 if dtype == np.uint16 else 1 if dtype == np.float32 else 255, 700)
             array = np.tile(ramp[None, :, None], (600, 1, channels)).astype(dtype)
-            tifffile.imwrite(
-                tmp_path / split / label / "x.tif", array, photometric="rgb" if channels == 3 else "minisblack", planarconfig="contig"
-            )
+            kind = {"photometric": "rgb" if channels == 3 else "minisblack", "planarconfig": "contig"}
+            options = {} if channels == 1 else kind
+            tifffile.imwrite(tmp_path / split / label / "x.tif", array[..., 0] if channels == 1 else array, **options)
     scale = Scale("range", 0, 4000) if dtype == np.uint16 else Scale()
     pipeline = Pipeline(Preprocess((600, 700), in_chans=channels, scale=scale))
     image, _ = show_images(load_datasets(tmp_path / "train", tmp_path / "val").train, pipeline, max_pixels=10**6, seed=0)
