@@ -65,7 +65,7 @@ from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
-from hiresvis.units import format_duration, format_size
+from hiresvis.units import format_duration
 
 CHECK_SECONDS = 600.0  # that data.check: auto decodes before training
 _TOLD_EVERY_S = 30.0
