@@ -5,7 +5,7 @@
 
 The rows are hard links to a few drawn photos of three megapixels in a temporary folder, so that reading the table, asking the file
 system for every name, splitting, and building the loaders are the real work, and the disk holds next to nothing. Each phase is timed in
-a fresh process, whose peak resident size is the kernel's own count.
+a fresh process, whose peak resident size is the kernel's own count; the CPU's time beside the clock's tells how busy the machine was.
 """
 
 from __future__ import annotations
@@ -97,7 +97,14 @@ def start(recipe: Path) -> dict[str, float]:
     done("loaders")
     next(iter(train))
     done("first micro-batch")
-    return {**spent, "imports_mib": peak_of_imports, "peak_mib": _peak_mib(), "train": len(datasets.train), "val": len(datasets.val)}
+    return {
+        **spent,
+        "cpu_s": time.process_time(),
+        "imports_mib": peak_of_imports,
+        "peak_mib": _peak_mib(),
+        "train": len(datasets.train),
+        "val": len(datasets.val),
+    }
 
 
 def _peak_mib() -> float:
@@ -120,8 +127,12 @@ def main() -> None:
             call = [sys.executable, __file__, "--start", str(recipe)]
             found = json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
             total = time.perf_counter() - begun
-        phases = ", ".join(f"{name} {found[name]:.2f} s" for name in found if isinstance(found[name], float) and "mib" not in name)
-        print(f"{given.rows} rows, validation by {val} ({found['train']} train, {found['val']} val): {total:.1f} s in all ({phases})")
+        phases = ", ".join(
+            f"{name} {found[name]:.2f} s" for name in found if isinstance(found[name], float) and not name.endswith(("_mib", "_s"))
+        )
+        print(
+            f"{given.rows} rows, validation by {val} ({found['train']} train, {found['val']} val): {total:.1f} s in all, {found['cpu_s']:.1f} s of CPU time ({phases})"
+        )
         print(f"    peak {found['peak_mib']:.0f} MiB, of which {found['imports_mib']:.0f} are imports", flush=True)
 
 
