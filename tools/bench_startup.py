@@ -97,14 +97,8 @@ def start(recipe: Path) -> dict[str, float]:
     done("loaders")
     next(iter(train))
     done("first micro-batch")
-    return {
-        **spent,
-        "cpu_s": time.process_time(),
-        "imports_mib": peak_of_imports,
-        "peak_mib": _peak_mib(),
-        "train": len(datasets.train),
-        "val": len(datasets.val),
-    }
+    images = {"train": len(datasets.train), "val": len(datasets.val)}
+    return {**spent, "cpu_s": time.process_time(), "imports_mib": peak_of_imports, "peak_mib": _peak_mib(), **images}
 
 
 def _peak_mib() -> float:
@@ -127,12 +121,10 @@ def main() -> None:
             call = [sys.executable, __file__, "--start", str(recipe)]
             found = json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
             total = time.perf_counter() - begun
-        phases = ", ".join(
-            f"{name} {found[name]:.2f} s" for name in found if isinstance(found[name], float) and not name.endswith(("_mib", "_s"))
-        )
-        print(
-            f"{given.rows} rows, validation by {val} ({found['train']} train, {found['val']} val): {total:.1f} s in all, {found['cpu_s']:.1f} s of CPU time ({phases})"
-        )
+        times = {name: value for name, value in found.items() if isinstance(value, float) and not name.endswith(("_mib", "_s"))}
+        phases = ", ".join(f"{name} {value:.2f} s" for name, value in times.items())
+        print(f"{given.rows} rows, validation by {val} ({found['train']} train, {found['val']} val): {phases}")
+        print(f"    {total:.1f} s in all, {found['cpu_s']:.1f} s of CPU time")
         print(f"    peak {found['peak_mib']:.0f} MiB, of which {found['imports_mib']:.0f} are imports", flush=True)
 
 

@@ -6,8 +6,9 @@ their frame, and what is left is the image's own. Its hash are 128 bits, whether
 and the next below. Two images are compared where 16 bits in a row agree, within a window where thousands share them, so the work grows
 with the number of images and not with its square. They are alike when size, colour and the levels agree.
 
-Bounds: pictures that are turned, mirrored or cut otherwise are not found. Of images that are blank at 16 x 16, or that differ from the
-average of all by no more than what saving them again does, nothing can be said, and nothing is.
+Bounds: pictures that are turned, mirrored or cut otherwise are not found. Regions of a file, and images read in parts, are not compared.
+Of images that are blank at 16 x 16, or that differ from the average of all by no more than what saving them again does, nothing can be
+said, and nothing is.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import cv2
 import numpy as np
 
-from hiresvis.data.contract import load_image
+from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.sources import Dataset, Sample
 from hiresvis.data.transforms import Pipeline, resize, sample_seed
 from hiresvis.errors import DataError
@@ -62,13 +62,16 @@ def show_images(dataset: Dataset, pipeline: Pipeline, *, max_pixels: int, seed: 
 
 
 def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pixels: int, seed: int) -> Shown:
+    seeds = [sample_seed(seed, epoch, position) for epoch in range(1, DRAWS + 1)]
+    augment = pipeline.augment
     try:
-        array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels)
+        array = load_sample(sample, Pipeline(pipeline.preprocess), max_pixels=max_pixels, seed=seeds[0])
+        if pipeline.preprocess.in_windows:  # at another place in each epoch
+            draws = [load_sample(sample, pipeline, max_pixels=max_pixels, seed=own) for own in seeds]
+        else:
+            draws = [augment(array, own) for own in seeds] if augment is not None else []
     except DataError as error:
         return Shown(label, sample.name, error="; ".join(problem.message for problem in error.problems))
-    draws: Sequence[np.ndarray] = ()
-    if pipeline.augment is not None:
-        draws = [pipeline.augment(array, sample_seed(seed, epoch, position)) for epoch in range(1, DRAWS + 1)]
     whole = _reduced(array)
     top, left = ((size - shown) // 2 for size, shown in zip(array.shape[:2], whole.shape[:2], strict=True))
     detail = array[top : top + whole.shape[0], left : left + whole.shape[1]]

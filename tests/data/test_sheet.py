@@ -14,6 +14,7 @@ import pytest
 import tifffile
 
 from hiresvis.data.augment import make_augment
+from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.sheet import DRAWS, MOST_IMAGES, SIDE_PX, show_images
 from hiresvis.data.sources import load_datasets
 from hiresvis.data.transforms import Pipeline, Preprocess, Scale, sample_seed
@@ -65,6 +66,18 @@ def test_grey_deep_and_many_channels_can_be_seen(tmp_path: Path, dtype: Any, cha
     assert (int(whole[90, 2].max()), int(whole[90, -3].min())) == (pytest.approx(2, abs=8), pytest.approx(253, abs=8))
     assert detail.shape == whole.shape
     assert int(detail[90, -1].max()) - int(detail[90, 0].min()) == pytest.approx(255 * SIDE_PX / 700, abs=8)
+
+
+def test_windows_are_shown_where_training_takes_them(make_folders: Callable[..., Path]) -> None:
+    """With data.fit: crop each epoch sees another part at full resolution, and so does the sheet, also where nothing is augmented."""
+    datasets = load_datasets(make_folders("train", {"a": 1, "b": 1}), make_folders("val", {"a": 1, "b": 1}))
+    pipeline = Pipeline(Preprocess((8, 8), "crop"))
+    image, _ = show_images(datasets.train, pipeline, max_pixels=10**6, seed=5)
+    sample = datasets.train.samples[0]
+    for epoch, draw in enumerate(image.draws, start=1):
+        window = load_sample(sample, pipeline, max_pixels=10**6, seed=sample_seed(5, epoch, 0))
+        assert np.abs(pixels(draw).astype(int) - window).mean() < 12
+    assert len(set(image.draws)) == DRAWS
 
 
 def test_page_is_small_escaped_and_whole(make_folders: Callable[..., Path]) -> None:
