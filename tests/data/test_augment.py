@@ -98,17 +98,17 @@ def run(augment: Augment, array: np.ndarray, threads: int) -> list[bytes]:
     return [augment(array, seed).tobytes() for seed in range(6)]
 
 
-def test_other_processes_and_threads_give_the_same_bits(no_albumentations: None, picture: Callable[..., np.ndarray]) -> None:
-    """A spawned process that could import albumentations, and one thread or four: sums over the image are taken in one order."""
+def test_other_processes_and_threads_give_the_same_bits(no_albumentations: None) -> None:
+    """A spawned process that could import albumentations, and one thread or two: sums over the image are taken in one order."""
     steps: list[dict[str, Any]] = [
         {"name": "ColorJitter", "contrast": 0.5},
-        {"name": "RandomResizedCrop", "size": [256, 256]},
+        {"name": "RandomResizedCrop", "size": [700, 900]},
         {"name": "GaussianNoise"},
     ]
-    before, array = torch.get_num_threads(), picture(256, 256)
+    before, array = torch.get_num_threads(), np.random.default_rng(0).random((700, 900, 3), dtype=np.float32)
     try:
-        for augment in (made("heavy", (256, 256)), made(steps, (256, 256))):
-            here = run(augment, array, 4)
+        for augment in (made("heavy", (700, 900)), made(steps, (700, 900))):
+            here = run(augment, array, 2)
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 assert pool.submit(run, augment, array, 1).result() == here
     finally:
@@ -220,14 +220,14 @@ def test_step_that_changes_size_or_type_is_refused_before_training(library: str,
 
 
 def test_crops_that_shrink_average_areas(library: str) -> None:
-    """A checkered field halved is grey in both libraries; plain interpolation would alias it."""
+    """Lines in every fourth row are grey at a quarter of the size in both libraries; plain interpolation would miss them all."""
     step = {"name": "RandomResizedCrop", "size": [32, 32], "scale": [1, 1], "ratio": [1, 1]}
     augment = Augment([step], library)  # type: ignore[arg-type]
     array = np.zeros((128, 128, 1), np.uint8)
-    array[::2, ::2] = array[1::2, 1::2] = 255
+    array[::4] = 255
     out = augment(array, 0)[4:-4, 4:-4]
-    assert out.min() > 120
-    assert out.max() < 135
+    assert out.min() > 60
+    assert out.max() < 68
 
 
 def test_every_preset_of_the_recipe_can_be_made(library: str) -> None:

@@ -130,6 +130,8 @@ def test_same_bytes_in_two_splits_are_a_warning_with_the_pair(folders: tuple[Pat
         report.warnings
     )
     assert report.to_json()["same_bytes"][0][1]["split"] == "val"
+    alike = [{sample.path.name for _, sample in copies.members} for copies in report.look_alikes]
+    assert alike == ([] if fast else [{"001.png", "twin.bmp"}])  # not the pair of the same bytes again
 
 
 def test_copies_within_a_split_are_a_warning_of_their_own(folders: tuple[Path, Path]) -> None:

@@ -73,10 +73,12 @@ def test_one_frame_common_to_all_makes_nothing_alike() -> None:
 
 
 def test_blank_images_are_alike_to_nothing() -> None:
-    """White pages, and pages with a shadow of noise."""
+    """White pages, pages with noise, and pages under the same faint light from one side."""
     rng = np.random.default_rng(0)
-    pages = [np.full((100, 80, 3), 250, np.uint8) - rng.integers(0, 4, (100, 80, 3), dtype=np.uint8) for _ in range(20)]
-    assert groups(pages) == []
+    light = np.linspace(0, 4, 80).astype(np.uint8)[None, :, None]
+    for shade in (np.uint8(0), light):
+        pages = [np.full((100, 80, 3), 250, np.uint8) - shade - rng.integers(0, 3, (100, 80, 3), dtype=np.uint8) for _ in range(3)]
+        assert groups(pages) == []
 
 
 @pytest.mark.parametrize(("dtype", "channels"), [(np.uint8, 1), (np.uint16, 1), (np.uint16, 3), (np.float32, 2), (np.float32, 5)])

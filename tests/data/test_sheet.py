@@ -76,7 +76,7 @@ def test_windows_are_shown_where_training_takes_them(make_folders: Callable[...,
     sample = datasets.train.samples[0]
     for epoch, draw in enumerate(image.draws, start=1):
         window = load_sample(sample, pipeline, max_pixels=10**6, seed=sample_seed(5, epoch, 0))
-        assert np.abs(pixels(draw).astype(int) - window).mean() < 12
+        assert np.abs(pixels(draw).mean(axis=2) - window.mean(axis=2)).mean() < 12  # colours are stored at half the size
     assert len(set(image.draws)) == DRAWS
 
 

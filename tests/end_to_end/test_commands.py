@@ -125,6 +125,7 @@ def test_check_says_that_all_is_well(workshop):
     """Exit 0, counts by split, and as JSON the same."""
     done = workshop("check", workshop.recipe)
     assert done.code == 0
+    assert re.match(r" +train +val +test\n", done.out)
     assert re.search(r"^images +16 +9 +7$", done.out, flags=re.MULTILINE)
     assert re.search(r"^blue +8 +4 +3$", done.out, flags=re.MULTILINE)
     assert re.search(r"^augment +light, by albumentations 2", done.out, flags=re.MULTILINE)
