@@ -201,7 +201,7 @@ def check(
             if report.sheet is None:
                 _say("no sheet: the images cannot be read, see the errors")
             else:
-                with _whole_file(sheet, "--sheet") as stream:
+                with _whole_file(sheet, "backslashreplace", "--sheet") as stream:
                     stream.write(report.sheet)
                 _say(f"sheet: {sheet}")
     if report.failed(strict=strict):
@@ -457,7 +457,7 @@ def _blamed_on(path: Path, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_file(path: Path, option: str = "--out", errors: str = "strict") -> Iterator[_Output]:
+def _whole_file(path: Path, errors: str = "strict", option: str = "--out") -> Iterator[_Output]:
     """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
 
     Raises:

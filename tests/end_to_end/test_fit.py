@@ -55,7 +55,11 @@ def test_a_run_leaves_every_file_and_nothing_else(trained):
     found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     snapshot = {name for name in found if name.startswith("snapshot/")}
     assert found - snapshot == FILES
-    assert {re.sub(r"\d+", "N", name) for name in snapshot} == {"snapshot/state.json", "snapshot/previous.json", "snapshot/tensors-N.safetensors"}
+    assert {re.sub(r"\d+", "N", name) for name in snapshot} == {
+        "snapshot/state.json",
+        "snapshot/previous.json",
+        "snapshot/tensors-N.safetensors",
+    }
     assert all((root / name).stat().st_size for name in found)
 
 
