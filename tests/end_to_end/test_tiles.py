@@ -127,8 +127,8 @@ def test_a_run_cannot_change_its_windows_on_its_way(tiled):
     assert "data.overlap  the run was begun with 30%, and this is 50%" in done.err
 
 
-def test_predict_names_a_bad_image_after_the_rows_before_it(slides, tiled, tmp_path):
-    """A tile that only decoding shows to be damaged: what comes before it is predicted, in windows too."""
+def test_predict_gives_a_bad_image_a_row_that_says_so(slides, tiled, tmp_path):
+    """A tile that only decoding shows to be damaged: that image has no scores, and the others, in windows too, have theirs."""
     data = bytearray((slides / "1.tif").read_bytes())
     with tifffile.TiffFile(slides / "1.tif") as tiff:
         start = tiff.pages[0].dataoffsets[4]
@@ -136,5 +136,7 @@ def test_predict_names_a_bad_image_after_the_rows_before_it(slides, tiled, tmp_p
     (tmp_path / "b.tif").write_bytes(data)
     done = tiled("predict", tiled.path(""), slides / "0.png", slides / "2.png", tmp_path / "b.tif", slides / "4.png")
     assert done.code == 3
-    assert "b.tif" in done.err
-    assert list(table(done.out)) == [str(slides / "0.png"), str(slides / "2.png")]
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [Path(row["path"]).name for row in rows] == ["0.png", "2.png", "b.tif", "4.png"]
+    assert [bool(row["error"]) for row in rows] == [False, False, True, False]
+    assert [bool(row["label"]) for row in rows] == [True, True, False, True]
