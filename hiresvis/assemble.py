@@ -14,6 +14,7 @@ from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
 from hiresvis.data.augment import Augment, make_augment
+from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, check_steps
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.micro_batch import load_sample
@@ -78,7 +79,13 @@ def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int,
 
 
 def check_data(
-    loaded: LoadedRecipe, datasets: Datasets, preprocess: Preprocess | None, *, fast: bool = False, seconds: float | None = None
+    loaded: LoadedRecipe,
+    datasets: Datasets,
+    preprocess: Preprocess | None,
+    *,
+    fast: bool = False,
+    seconds: float | None = None,
+    copies: ImageCache | None = None,
 ) -> Generator[tuple[int, int], None, DataReport]:
     """Every file decoded once (results are remembered), yielding (files done, files in all); see `check_steps`.
 
@@ -86,6 +93,7 @@ def check_data(
         preprocess: without it nothing is held against the model's input.
         fast: headers alone.
         seconds: a limit on decoding.
+        copies: keeps what was decoded for the training that follows.
     """
     data = loaded.recipe.data
     return check_steps(
@@ -96,6 +104,7 @@ def check_data(
         fast=fast,
         seconds=seconds,
         cache_folder=cache_folder(),
+        copies=copies,
     )
 
 

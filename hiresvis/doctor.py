@@ -20,7 +20,7 @@ from hiresvis import __version__, profiles
 from hiresvis.backbone.build import build_backbone, weights_config
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.costing import card_of
-from hiresvis.data.loader import shared_memory_free_bytes
+from hiresvis.data.workers import shared_memory_free_bytes
 from hiresvis.device import capacity, pick_device
 from hiresvis.errors import HiresvisError, Problem, RecipeError
 from hiresvis.memory.budget import num_cores

@@ -28,11 +28,10 @@ from hiresvis.data.augment import usable_library
 from hiresvis.data.check import DataReport, partly_decoded
 from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
-from hiresvis.data.loader import EvalLoader, TrainLoader, auto_workers, batch_sizes, part_sizes, shared_memory_free_bytes
+from hiresvis.data.loader import EvalLoader, TrainLoader, batch_sizes, part_sizes
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
 from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
-from hiresvis.memory.budget import num_cores
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
 from hiresvis.recipe import LoadedRecipe, Resolution
@@ -53,6 +52,7 @@ from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
 from hiresvis.settle import SMALL_MICRO_BATCH, disk_bytes, remedies
+from hiresvis.supply import Supply, settle_cache, settle_workers, tell_supply
 from hiresvis.trackers import Trackers
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.finder import Finder, Found
@@ -113,7 +113,8 @@ class _Run:
     resolution: Resolution = field(init=False)
     device: torch.device = field(init=False)
     trackers: Trackers = field(init=False)
-    told: int = 0
+    supply: Supply = field(default_factory=Supply)
+    num_autos_told: int = 0
     record_failed: bool = False
     tracking: bool = False
 
@@ -156,7 +157,7 @@ class _Run:
         plan = found.plan
         yield from self._warn_of_small_batches(parts, plan)
         self._settle_plan(plan)
-        settled = self._settle_training(parts, plan)
+        settled = self._settle_training(parts, plan, found.measured.images_per_second)
         yield from self._autos()
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
@@ -202,7 +203,7 @@ class _Run:
             self.folder.write_json("plan.json", stored)
             changed = [replace(change, effect="taken") if change.key == "memory.budget" else change for change in changed]
         self._settle_plan(plan)
-        settled = self._settle_training(parts, plan)
+        settled = self._settle_training(parts, plan, stored["measured"].get("images_per_second"))
         for change in changed:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
@@ -249,15 +250,13 @@ class _Run:
             self.resolution.set("optim.loss", "cross_entropy", "the task is classify")
         if recipe.model.drop_path == "auto":
             self.resolution.set("model.drop_path", "auto", "the model's own rate, which timm sets")
-        if recipe.data.cache == "auto":
-            self.resolution.set("data.cache", "off", "this release decodes every time")
 
     def _autos(self) -> Iterator[AutoResolved]:
         """Tells each auto once."""
         found = self.resolution.autos
-        for entry in found[self.told :]:
+        for entry in found[self.num_autos_told :]:
             yield AutoResolved(key=entry.key, value=_short(entry.value), reason=entry.why)
-        self.told = len(found)
+        self.num_autos_told = len(found)
 
     def _parts(
         self, *, norm: str | None, before: Contract | None = None, data_before: Mapping[str, Any] | None = None
@@ -281,6 +280,7 @@ class _Run:
         contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
         if before is not None:
             refuse_other_contract(before, contract, loaded.run_dir)
+        self.supply = settle_cache(loaded, self.resolution, datasets, contract)
         if before is None:
             yield from self._check(datasets, contract)
         parts = make_parts(loaded, self.resolution, datasets, contract, backbone, self.device, norm=norm)
@@ -298,7 +298,8 @@ class _Run:
         """
         how, told = self.loaded.recipe.data.check, time.monotonic()
         seconds = CHECK_SECONDS if how == "auto" else None
-        steps = assemble.check_data(self.loaded, datasets, contract.preprocess(), fast=how == "headers", seconds=seconds)
+        copies = self.supply.cache
+        steps = assemble.check_data(self.loaded, datasets, contract.preprocess(), fast=how == "headers", seconds=seconds, copies=copies)
         yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
 
         while True:
@@ -396,7 +397,7 @@ class _Run:
         elif recipe.train.eval_batch != plan.eval_batch:
             resolution.set("train.eval_batch", plan.eval_batch, f"{recipe.train.eval_batch} were given, and so many did not fit")
 
-    def _settle_training(self, parts: Parts, plan: CheckpointPlan) -> _Settled:
+    def _settle_training(self, parts: Parts, plan: CheckpointPlan, images_per_second: float | None) -> _Settled:
         """Learning rate and its schedule, metric and workers.
 
         Raises:
@@ -418,13 +419,15 @@ class _Run:
         if metric == "auto":
             metric, why = auto_metric(list(parts.datasets.train.class_counts().values()))
             resolution.set("train.metric", metric, why)
-        workers = recipe.data.workers
-        if workers == "auto":
-            micro_bytes = parts.profile.raw_image.slope * plan.micro_batch
-            workers, why = auto_workers(
-                num_cores(), on_gpu=self.device.type == "cuda", micro_batch_bytes=micro_bytes, shm_free_bytes=shared_memory_free_bytes()
-            )
-            resolution.set("data.workers", workers, why)
+        workers = settle_workers(
+            self.loaded,
+            resolution,
+            self.supply,
+            augment=parts.pipeline.augment,
+            on_gpu=self.device.type == "cuda",
+            micro_batch_bytes=parts.profile.raw_image.slope * plan.micro_batch,
+            images_per_second=images_per_second,
+        )
         images = len(parts.datasets.train)
         assemble.refuse_warmup(self.loaded, images, batch)
         steps = assemble.run_steps(self.loaded, images, batch)
@@ -460,6 +463,7 @@ class _Run:
             workers=settled.workers,
             bad_images=data.bad_images,
             pin=on_gpu,
+            cache=self.supply.cache,
         )
         val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
         check = self._refusal_of_lone_images(parts)
@@ -504,7 +508,8 @@ class _Run:
             if snapshot is not None:
                 trainer.restore(snapshot)
             counted = int(stored["measured"]["counted_peak_bytes"])
-            yield from _with_notes(self._events(trainer, relief, parts, step, settled, counted), train_loader, val_loader)
+            events = self._events(trainer, relief, parts, step, settled, counted)
+            yield from tell_supply(events, train_loader, val_loader, workers=settled.workers, cached=self.supply.cache is not None)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -632,6 +637,7 @@ class _Run:
             batch=plan.eval_batch,
             workers=settled.workers,
             pin=self.device.type == "cuda",
+            cache=self.supply.cache,
         )
 
     def _report(self) -> Iterator[Event]:
@@ -656,16 +662,6 @@ class _Settled:
     schedule: Schedule
     metric: str
     workers: int
-
-
-def _with_notes(events: Iterator[Event], *loaders: TrainLoader | EvalLoader) -> Iterator[Event]:
-    """The events, and what the loaders have to say as soon as they say it."""
-    told: set[str] = set()
-    for event in events:
-        for note in (note for loader in loaders for note in loader.notes if note not in told):
-            told.add(note)
-            yield Notice(level="warning", text=note)
-        yield event
 
 
 def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hiresvis import assemble
+from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import Contract, examine
 from hiresvis.data.decode import open_image
 from hiresvis.data.loader import EvalLoader
@@ -16,6 +17,7 @@ from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
 from hiresvis.errors import DataError
 from hiresvis.recipe import Resolution
+from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
 from hiresvis.train.joining import WindowJoin
@@ -49,7 +51,7 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
         splits = {name: split for name, split in own.splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
-        loader = _make_loader(trained, split.samples, bad_images="error")
+        loader = _make_loader(trained, split.samples, bad_images="error", cache=open_cache(trained.loaded))
         found_split = evaluate_split(step, loader, name_of=[sample.title for sample in split.samples].__getitem__)
         results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
     return results
@@ -103,7 +105,7 @@ def _make_step(trained: Trained) -> TrainStep:
     return step
 
 
-def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str) -> EvalLoader:
+def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None) -> EvalLoader:
     """With the run's own batch, and as many of its workers as have a batch to load while another is computed."""
     contract, wanted = trained.contract, trained.loaded.recipe.data.workers
     return EvalLoader(
@@ -113,6 +115,7 @@ def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str
         batch=trained.eval_batch,
         workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
         bad_images=bad_images,
+        cache=cache,
     )
 
 

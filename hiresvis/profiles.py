@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -138,13 +138,17 @@ class Entry:
 def _surroundings() -> dict[str, str]:
     """Releases, sources and variables that decide profiles; none of the libraries is imported."""
     found = {name: metadata.version(name) for name in _LIBRARIES}
-    folder = Path(__file__).parent
-    sources = hashlib.sha256()
-    for name in SOURCES:
-        with suppress(OSError):  # an installation without sources: its own version tells
-            sources.update((folder / name).read_bytes())
     variables = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
-    return {**found, **variables, "sources": sources.hexdigest(), "format": str(PROFILE_VERSION), "hiresvis": __version__}
+    return {**found, **variables, "sources": hash_sources(SOURCES), "format": str(PROFILE_VERSION), "hiresvis": __version__}
+
+
+def hash_sources(names: Sequence[str]) -> str:
+    """Of files of this package, so that what older sources made is not taken for what these would make."""
+    sources = hashlib.sha256()
+    for name in names:
+        with suppress(OSError):  # an installation without sources: its own version tells
+            sources.update((Path(__file__).parent / name).read_bytes())
+    return sources.hexdigest()
 
 
 def path_of(key: ProfileKey) -> Path:

@@ -57,6 +57,7 @@ def measured_json(plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence
             "counted_peak_bytes": measured.counted_bytes,
             "predicted_counted_bytes": plan.predicted_counted_bytes,
             "baseline_bytes": measured.base_bytes,
+            "images_per_second": measured.images_per_second,
         },
         "ladder": [to_json(row) for row in ladder],
     }

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from hiresvis.data.cache import ImageCache, digest_of, file_state
 from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
-from hiresvis.data.contract import examine, read_through
-from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, digest_of, look_alikes, regions_apart, same_bytes
+from hiresvis.data.contract import examine, read_through, reads_the_same
+from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
 from hiresvis.data.decode import WHITE, open_image
 from hiresvis.data.findings import Finding, FindingStore
 from hiresvis.data.likeness import look_at
@@ -91,6 +92,7 @@ def check_steps(
     seconds: float | None = None,
     cache_folder: Path | None = None,
     threads: int | None = None,
+    copies: ImageCache | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[tuple[int, int], None, DataReport]:
     """Checks all splits, file by file; one that is closed in between keeps what it has found in the cache.
@@ -104,6 +106,7 @@ def check_steps(
         seconds: no further file is decoded after this time; None: all are.
         cache_folder: where results are remembered; None: nowhere.
         threads: that decode; None: one a core, 4 at most, for each holds an image.
+        copies: with `preprocess`: keeps what was decoded for the training that follows.
         clock: seconds that only go forward.
 
     Yields:
@@ -116,7 +119,7 @@ def check_steps(
     for sample in {_name(sample): sample for dataset in datasets.splits().values() for sample in dataset.samples}.values():
         files.setdefault(os.path.abspath(sample.path), []).append(sample)
     total = sum(map(len, files.values()))
-    looker = _Looker(max_pixels, preprocess)
+    looker = _Looker(max_pixels, preprocess, copies)
     findings: dict[str, Finding] = {}
     store = FindingStore(cache_folder)
     try:
@@ -171,6 +174,7 @@ class _Looker:
 
     max_pixels: int
     preprocess: Preprocess | None
+    copies: ImageCache | None
 
     def key(self, path: str) -> str:
         """Tells whether the file or the question changed; empty for a file that cannot be found."""
@@ -186,6 +190,7 @@ class _Looker:
         """What samples of one file are found to be; a file that is read as a whole is read once, whatever the number of its regions."""
         path, preprocess, findings = together[0].path, self.preprocess, list[Finding]()
         background = WHITE if preprocess is None else preprocess.background
+        state = file_state(path)
         read, digest = False, digest_of(path) if decoded else None
         for sample in together:
             header, look = None, None
@@ -199,6 +204,8 @@ class _Looker:
                         read = header.format != "TIFF"
                         if array is not None and sample.region is None:
                             look = look_at(array, Scale() if preprocess is None else preprocess.scale)
+                        if self.copies is not None and preprocess is not None and array is not None and reads_the_same(image, preprocess):
+                            self.copies.fill(path, preprocess, array, state, digest, max_pixels=self.max_pixels, region=sample.region)
                 findings.append(Finding(key, header, None, digest, look))
             except DataError as error:
                 findings.append(Finding(key, header, "; ".join(problem.message for problem in error.problems)))

@@ -106,7 +106,9 @@ def load_image(path: Path, preprocess: Preprocess, *, max_pixels: int, region: R
     """
     with open_image(path, max_pixels=max_pixels, background=preprocess.background, region=region) as image:
         if not preprocess.in_windows:
-            return _preprocessed(preprocess, image.read(preprocess.draft_px), path)
+            array = image.read(preprocess.draft_px, lent=True)
+            found = _preprocessed(preprocess, array, path)
+            return found.copy() if np.may_share_memory(found, array) else found  # an image of the model's own size passes as it is
         if seed is not None:
             return _preprocessed(preprocess, image.read_window(preprocess.random_window(*image.size, seed)), path)
         assert preprocess.fit == "crop", "an image in tiles is many arrays"
@@ -149,6 +151,11 @@ def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) 
                 preprocess.scale.check(array)
         whole = None if number else array
     return whole
+
+
+def reads_the_same(image: OpenedImage, preprocess: Preprocess) -> bool:
+    """Whether what `read_through` returns is what `load_image` preprocesses: not where that takes windows or a JPEG's draft."""
+    return not preprocess.in_windows and (image.header.format == "TIFF" or not image.is_reduced(preprocess.draft_px))
 
 
 def _all_arrays(image: OpenedImage, preprocess: Preprocess | None) -> Iterator[np.ndarray]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hiresvis.data.cache import digest_of
 from hiresvis.data.census import place_of
 from hiresvis.data.findings import Finding
 from hiresvis.data.likeness import group_alike
@@ -17,7 +17,6 @@ from hiresvis.errors import Problem
 
 Row = tuple[str, Sample, Finding]  # of one split
 GROUPS_SHOWN = 3
-_HASH_BLOCK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +80,6 @@ def regions_apart(rows: Sequence[Row]) -> list[Problem]:
         "data.group with a column that names the file keeps them together"
     )
     return [Problem(text, key="data.region")]
-
-
-def digest_of(path: Path) -> bytes | None:
-    """Of all bytes; None for what cannot be read, which is reported as such and equal to nothing."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_HASH_BLOCK):
-                digest.update(block)
-    except OSError:
-        return None
-    return digest.digest()
 
 
 def look_alikes(rows: Sequence[Row], same: Sequence[Copies]) -> tuple[Copies, ...]:

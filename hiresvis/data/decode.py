@@ -20,7 +20,7 @@ Files are judged by their first bytes, not by their extension. A returned array 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -136,9 +136,9 @@ class OpenedImage:
             place = Region(part.x, part.y, *((height, width) if self.header.orientation >= 5 else (width, height)))
         self._tiff.check_size(level, place, self._max_pixels)
 
-    def read(self, draft_px: Size | None = None) -> np.ndarray:
-        """The whole, or the region; see `decode`."""
-        return self._decode(self._part, draft_px)
+    def read(self, draft_px: Size | None = None, *, lent: bool = False) -> np.ndarray:
+        """The whole, or the region; see `decode`, and for `lent` `photos.decode_pixels`."""
+        return self._decode(self._part, draft_px, lent)
 
     def read_window(self, window: Region) -> np.ndarray:
         """A window at full resolution; its place counts from the corner of the region."""
@@ -148,27 +148,35 @@ class OpenedImage:
             self._kept = self._decode(self._part, None)
         return np.ascontiguousarray(self._kept[window.slices])
 
-    def _decode(self, part: Region, draft_px: Size | None) -> np.ndarray:
+    def is_reduced(self, draft_px: Size | None) -> bool:
+        """Whether `read` takes a smaller copy than the file's own pixels."""
+        stored, levels = self._part.as_stored(self.header.shown_size, self.header.orientation), self._levels()
+        return choose_level(levels, stored, _as_stored(draft_px, self.header))[0] > 0
+
+    def _levels(self) -> Sequence[Size]:
+        return photos.draft_sizes(self.header) if self._tiff is None else self._tiff.levels
+
+    def _decode(self, part: Region, draft_px: Size | None, lent: bool = False) -> np.ndarray:
         header = self.header
         stored = part.as_stored(header.shown_size, header.orientation)
-        levels = photos.draft_sizes(header) if self._tiff is None else self._tiff.levels
+        levels = self._levels()
         number, place = choose_level(levels, stored, _as_stored(draft_px, header))
         if self._tiff is not None:
             array, expected = self._tiff.read(number, place, self._background, self._max_pixels), place.size
         else:
-            array, expected = self._decode_whole(header.height // levels[number][0]), levels[number]
+            array, expected = self._decode_whole(header.height // levels[number][0], lent), levels[number]
         if array.ndim != 3 or array.shape[:2] != expected:
             size = " x ".join(str(side) for side in array.shape[1::-1])
             refuse(self._path, f"decodes to {size} px where its header says {header.width} x {header.height}")
         return _upright(array if self._tiff is not None else array[place.slices], header.orientation)
 
-    def _decode_whole(self, factor: int) -> np.ndarray:
+    def _decode_whole(self, factor: int, lent: bool) -> np.ndarray:
         self._file.seek(0)
         if self.header.format == "JPEG2000":
             return jpeg2000.decode_pixels(self._file, self._path, self._background)
         if self.header.format in ("HEIC", "AVIF"):
             return heif.decode_pixels(self._file, self._path, self.header, self._background)
-        return photos.decode_pixels(self._file, self._path, self.header, factor, self._background)
+        return photos.decode_pixels(self._file, self._path, self.header, factor, self._background, lent=lent)
 
 
 def _read_header(file: BinaryIO, path: Path, start: bytes) -> Header:

@@ -8,29 +8,17 @@ so worker processes hold no random state. Images travel as bytes, channels last;
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-import signal
-import threading
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-import cv2
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
 
+from hiresvis.data.cache import ImageCache
 from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Pipeline, Preprocess
-from hiresvis.errors import DataError, EnvironmentFailed
-from hiresvis.units import format_size
-
-PREFETCH = 2  # micro-batches ready or in work per worker; more hides nothing and holds memory
+from hiresvis.data.workers import Engine
 
 
 def batch_sizes(num_samples: int, batch: int, least: int = 1) -> tuple[int, ...]:
@@ -76,6 +64,7 @@ class TrainLoader:
         bad_images: "error" or "skip".
         pin: page-locked memory, for GPUs.
         start_method: fork, spawn or forkserver; None: the platform's own.
+        cache: where decoded images are kept; None: they are decoded each time.
     """
 
     def __init__(
@@ -92,6 +81,7 @@ class TrainLoader:
         bad_images: str = "error",
         pin: bool = False,
         start_method: str | None = None,
+        cache: ImageCache | None = None,
     ) -> None:
         assert bad_images in ("error", "skip"), bad_images
         assert batch >= 1, batch
@@ -103,8 +93,8 @@ class TrainLoader:
         self._skip = bad_images == "skip"
         self._epoch, self._first_batch = 0, 0
         self.set_micro_batch(micro_batch)
-        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True)
-        self._engine = _Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
+        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True, cache=cache)
+        self._engine = Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
 
     def __len__(self) -> int:
         return len(batch_sizes(len(self.samples), self.batch, self._least))
@@ -134,7 +124,7 @@ class TrainLoader:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people: fewer workers than were asked for, and why."""
+        """Lines for people: fewer workers than were asked for, a cache that was turned off, and why."""
         return self._engine.notes
 
     def _tasks(self) -> list[Task]:
@@ -206,15 +196,17 @@ class EvalLoader:
         bad_images: str = "error",
         pin: bool = False,
         start_method: str | None = None,
+        cache: ImageCache | None = None,
     ) -> None:
         assert bad_images in ("error", "skip"), bad_images
         self.samples = tuple(samples)
         self.skipped: list[tuple[str, str]] = []
         self.set_batch(batch)
-        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, bad_images == "skip", training=False)
+        skip = bad_images == "skip"
+        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, skip, training=False, cache=cache)
         self._windows: tuple[int, ...] | None = None
         self._iteration = 0
-        self._engine = _Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
+        self._engine = Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
 
     def __len__(self) -> int:
         return -(-sum(self._num_windows()) // self.batch)
@@ -263,167 +255,3 @@ class EvalLoader:
             totals = tuple(counts[index] for index in indices) if len(rows) > len(counts) else ()
             tasks.append(Task(0, place, indices, len(indices), True, windows, totals))
         return tasks
-
-
-@dataclass(slots=True)
-class _TaskSampler(Sampler[Task]):
-    """Hands the tasks of the current epoch to torch's loader, which keeps its workers from epoch to epoch."""
-
-    tasks: list[Task] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-
-class _Engine:
-    """torch's DataLoader over tasks."""
-
-    def __init__(self, source: ImageSource, *, workers: int, pin: bool, start_method: str | None, persistent: bool) -> None:
-        self.workers, self.notes = workers, list[str]()
-        self._source = source
-        self._pin, self._start_method, self._persistent = pin, start_method, persistent
-        self._value_bytes: int | None = None
-        self._sampler = _TaskSampler()
-        self._loader = self._make_loader()
-
-    def _make_loader(self) -> DataLoader[Loaded]:
-        options: dict[str, Any] = {}
-        if self.workers:
-            options = {"prefetch_factor": PREFETCH, "persistent_workers": self._persistent, "multiprocessing_context": self._start_method}
-        with _no_advice_on_workers():
-            return DataLoader(
-                self._source,  # type: ignore[arg-type]
-                sampler=self._sampler,
-                batch_size=None,
-                num_workers=self.workers,
-                collate_fn=_identity,
-                pin_memory=self._pin,
-                worker_init_fn=_start_worker,
-                generator=torch.Generator(),  # torch draws a base seed an epoch from it, instead of from the global state that runs record
-                **options,
-            )
-
-    def _keep_within_shared_memory(self, tasks: list[Task]) -> None:
-        """Fewer workers where these tasks would fill /dev/shm: a worker that finds it full fails in mid epoch."""
-        preprocess = self._source.pipeline.preprocess
-        if not self.workers:
-            return
-        if self._value_bytes is None:
-            self._value_bytes = self._source.value_bytes()
-        values = max((len(task.indices) for task in tasks), default=0) * math.prod(preprocess.image_size) * preprocess.in_chans
-        micro_batch_bytes = values * self._value_bytes
-        possible, why = _workers_within(self.workers, micro_batch_bytes, shared_memory_free_bytes())
-        if possible < self.workers:
-            self.close()
-            self.notes.append(f"data.workers lowered from {self.workers} to {possible}: {why}")
-            self.workers = possible
-            self._loader = self._make_loader()
-
-    def run(self, tasks: list[Task]) -> Iterator[Loaded]:
-        """The results in the order of the tasks.
-
-        Raises:
-            DataError: a file, in the main process.
-            EnvironmentFailed: a worker process died; names the files it may have been at.
-        """
-        self._keep_within_shared_memory(tasks)
-        self._sampler.tasks = tasks
-        with _no_advice_on_workers(), _child_signals_kept():
-            results = iter(self._loader)
-        for task in tasks:
-            try:
-                result = next(results)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise EnvironmentFailed(self._death_notice(task, results)) from error
-            assert result.task == task
-            if result.problems:
-                raise DataError(result.problems)
-            yield result
-
-    def close(self) -> None:
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
-
-    def _death_notice(self, task: Task, results: Any) -> str:
-        paths = list(dict.fromkeys(self._source.samples[index].title for index in task.indices))
-        files = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-        codes = [code for worker in getattr(results, "_workers", ()) if (code := worker.exitcode) not in (None, 0)]
-        cause = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes) or "no exit code"
-        return (
-            f"A worker process of the loader died ({cause}). The batch waited for was {task.batch_index} of epoch {task.epoch}: {files}. "
-            "SIGKILL mostly means out of memory, SIGBUS a full /dev/shm: lower data.workers; with 0 an error shows itself."
-        )
-
-
-@contextmanager
-def _child_signals_kept() -> Iterator[None]:
-    """torch installs a SIGCHLD handler that raises in the main thread at whatever line it is when a worker dies, the optimizer's step
-    included. Without it, the death shows where it belongs: at the next batch that does not come, within five seconds."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    yield
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not handler:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-@contextmanager
-def _no_advice_on_workers() -> Iterator[None]:
-    """torch warns of more workers than cores each time; a number that the user gave is the user's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        yield
-
-
-def _identity(result: Loaded) -> Loaded:
-    return result
-
-
-def _start_worker(worker: int) -> None:
-    """Ctrl-C reaches the whole process group, and the main process decides what it means; SIGTERM ends a worker, whatever the main
-    process does with its own."""
-    del worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    cv2.setNumThreads(0)
-
-
-def shared_memory_free_bytes() -> int | None:
-    """Free bytes of /dev/shm, through which workers hand over images; None where there is none."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
-
-
-def auto_workers(num_cpus: int, *, on_gpu: bool, micro_batch_bytes: int, shm_free_bytes: int | None = None) -> tuple[int, str]:
-    """How many loader processes, and why.
-
-    Args:
-        num_cpus: that this process may use.
-        on_gpu: training runs on a GPU. On the CPU the model takes the cores itself, and decoding beside it gains little.
-        micro_batch_bytes: of one micro-batch of images as it travels.
-        shm_free_bytes: free shared memory, None where it is no limit.
-    """
-    if on_gpu:
-        wanted = max(1, min(8, num_cpus - 1))
-        why = f"{num_cpus} cores, one left for the training loop, 8 at most"
-    else:
-        wanted = min(2, num_cpus // 4)
-        why = f"the model itself uses the {num_cpus} cores" + (f"; {wanted} decode beside it" if wanted else "")
-    possible, reason = _workers_within(wanted, micro_batch_bytes, shm_free_bytes)
-    return possible, reason or why
-
-
-def _workers_within(wanted: int, micro_batch_bytes: int, shm_free_bytes: int | None) -> tuple[int, str]:
-    """As many of the wanted processes as free shared memory takes, and why they are fewer, if they are."""
-    each = (PREFETCH + 1) * micro_batch_bytes
-    possible = wanted if shm_free_bytes is None else min(wanted, int(0.8 * shm_free_bytes) // max(1, each))
-    if possible == wanted:
-        return wanted, ""
-    assert shm_free_bytes is not None
-    return possible, f"/dev/shm has {format_size(shm_free_bytes)} free and a worker needs {format_size(each)} of it; {wanted} would not fit"

@@ -14,7 +14,9 @@ import cv2
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
+from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import load_image, load_window
 from hiresvis.data.decode import OpenedImage, open_image
 from hiresvis.data.sources import Sample
@@ -56,6 +58,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """One micro-batch to make: which images, of which batch."""
+
     epoch: int
     batch_index: int
     indices: tuple[int, ...]
@@ -67,12 +71,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A task's result. `problems` are raised in the main process: an exception that crosses processes would arrive as a wall of text."""
+    """A task's result. `problems` are raised in the main process: an exception that crosses processes would arrive as a wall of text.
+    `note` is for people: what the cache in this process has to say."""
 
     task: Task
     micro_batch: MicroBatch | None
     problems: tuple[Problem, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
     def pin_memory(self) -> Loaded:
         return self if self.micro_batch is None else replace(self, micro_batch=self.micro_batch.pin_memory())
@@ -88,6 +94,7 @@ class ImageSource:
     seed: int
     skip: bool
     training: bool
+    cache: ImageCache | None = None
     held: _HeldImage = field(default_factory=lambda: _HeldImage())
 
     def __getitem__(self, task: Task) -> Loaded:
@@ -108,15 +115,17 @@ class ImageSource:
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
         images = stack(arrays, shape)
         batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
-        return Loaded(task, batch, skipped=tuple(skipped))
+        return Loaded(task, batch, skipped=tuple(skipped), note=self.cache.off if self.cache else "")
 
     def _load(self, task: Task, place: int) -> np.ndarray:
         index, preprocess = task.indices[place], self.pipeline.preprocess
         sample = self.samples[index]
         if self.training:
-            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=sample_seed(self.seed, task.epoch, index))
+            seed = sample_seed(self.seed, task.epoch, index)
+            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache)
         if preprocess.fit != "tile":
-            return load_image(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)
+            load = load_image if self.cache is None else self.cache.load
+            return load(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)
         image = self.held.open(sample, self.max_pixels, preprocess.background)
         array = load_window(image, preprocess, task.windows[place], sample.path)
         if task.windows[place] + 1 == preprocess.num_windows(*image.size):
@@ -169,13 +178,19 @@ class _HeldImage:
         self._files.close()
 
 
-def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int) -> np.ndarray:
+def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int, cache: ImageCache | None = None) -> np.ndarray:
     """What training sees of a sample: (h, w, channels), decoded, preprocessed, augmented. The same seed gives the same bits anywhere.
+
+    Args:
+        cache: of what is the same each time; windows are not.
 
     Raises:
         DataError: with the path and the reason.
     """
-    array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region, seed=seed)
+    if cache is None or pipeline.preprocess.in_windows:
+        array = load_image(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region, seed=seed)
+    else:
+        array = cache.load(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region)
     if pipeline.augment is None:
         return array
     try:
@@ -192,11 +207,7 @@ def _at_row(problem: Problem, sample: Sample) -> Problem:
 
 
 def stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
-    """One tensor; 8-bit images join others as floats."""
+    """One tensor, in a worker at once in the memory that the main process reads; 8-bit images join others as floats."""
     if len({array.dtype for array in arrays}) > 1:
         arrays = [array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array for array in arrays]
-    floats = bool(arrays) and arrays[0].dtype != np.uint8
-    out = torch.empty((len(arrays), *shape), dtype=torch.float32 if floats else torch.uint8)
-    for position, array in enumerate(arrays):
-        out[position] = torch.from_numpy(array)
-    return out
+    return default_collate([torch.from_numpy(array) for array in arrays]) if arrays else torch.empty((0, *shape), dtype=torch.uint8)

@@ -66,15 +66,7 @@ def budget() -> Kind:
             if not 0 < share <= 1:
                 raise ValueError(f"{value} is not above 0% and at most 100%; give {expected}")
             return share
-        if re.fullmatch(r"[\s\d.]*", value):
-            raise ValueError(f"{shown(value)} has no unit; write {value.strip() or 22}GiB")
-        try:
-            num_bytes = parse_size(value)
-        except ValueError:
-            raise ValueError(f"{shown(value)} is no size; give {expected}") from None
-        if num_bytes < MIB:
-            raise ValueError(f"{value} is below 1MiB; give {expected}")
-        return num_bytes
+        return _size(value, expected)
 
     def dump(value: str | int | float) -> str:
         if isinstance(value, str):
@@ -86,6 +78,42 @@ def budget() -> Kind:
         {"type": "string", "pattern": r"^(auto|\s*\d+(\.\d+)?\s*(%|[KMGTkmgt]i?[Bb]?|[Bb])\s*)$", "examples": ["auto", "22GiB", "90%"]},
         dump,
     )
+
+
+def cache() -> Kind:
+    """auto, off, or a size (int bytes)."""
+    expected = "auto, off, or a size such as 20GiB"
+
+    def parse(value: Any) -> str | int:
+        if isinstance(value, str) and value in ("auto", "off"):
+            return value
+        if isinstance(value, str) and re.match(r"\s*\d", value):
+            return _size(value, expected)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"{shown(value)} has no unit; write {shown(value)}GiB")
+        words = {True: "auto", "on": "auto", False: "off"}
+        hint = words.get(value) if isinstance(value, bool | str) else None
+        raise ValueError(f"{shown(value)} is no size of a cache; give {expected}" if hint is None else f"{shown(value)}: write {hint}")
+
+    schema = {
+        "type": "string",
+        "pattern": r"^(auto|off|\s*\d+(\.\d+)?\s*([KMGTkmgt]i?[Bb]?|[Bb])\s*)$",
+        "examples": ["auto", "off", "20GiB"],
+    }
+    return Kind(parse, schema, lambda value: dump_size(value) if isinstance(value, int) else value)
+
+
+def _size(value: str, expected: str) -> int:
+    """Bytes of a size in text, 1 MiB at least."""
+    if re.fullmatch(r"[\s\d.]*", value):
+        raise ValueError(f"{shown(value)} has no unit; write {value.strip() or 22}GiB")
+    try:
+        num_bytes = parse_size(value)
+    except ValueError:
+        raise ValueError(f"{shown(value)} is no size; give {expected}") from None
+    if num_bytes < MIB:
+        raise ValueError(f"{value} is below 1MiB; give {expected}")
+    return num_bytes
 
 
 def duration(*, nullable: bool = False) -> Kind:

@@ -75,8 +75,8 @@ class Data(Section):
         "Strength, or a list of albumentations (where missing, torchvision's): [{name: HorizontalFlip, p: 0.5}].",
     )
     workers: Annotated[Auto | int, values.whole("auto", low=0)] = _key("auto", "Loader processes; 0: none, in the main process.")
-    cache: Annotated[Literal["auto", "off"], values.choice("auto", "off", later=("true", "on"))] = _key(
-        "auto", "Decoded, resized copies under the cache folder; today none are made."
+    cache: Annotated[Literal["auto", "off"] | int, quantities.cache()] = _key(
+        "auto", "Decoded, resized copies under the cache folder, read back bit for bit: off, or the most they may take (20GiB)."
     )
     sample: Annotated[
         Literal["boards"] | None, values.only(None, also="boards", refusal="is not a sample set; write boards, or null for none")

@@ -296,7 +296,7 @@ class TestRegions:
         save_image(tmp_path / "p.png", size=(64, 64))
         calls: list[str] = []
         whole = photos.decode_pixels
-        monkeypatch.setattr(photos, "decode_pixels", lambda *given: (calls.append(given[1].name), whole(*given))[1])
+        monkeypatch.setattr(photos, "decode_pixels", lambda *given, **named: (calls.append(given[1].name), whole(*given, **named))[1])
         rows = [f"p.png,{'ab'[number % 2]},{number},0,20,20" for number in range(40)]
 
         def check(some: list[str]) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from PIL import Image
 
 from hiresvis.data.contract import Contract, load_image, make_prepare, statistics_for
 from hiresvis.data.decode import decode
-from hiresvis.data.transforms import Scale
+from hiresvis.data.transforms import Preprocess, Scale
 from hiresvis.errors import DataError, RunFolderError
 
 CONTRACT = Contract(
@@ -132,3 +134,24 @@ def test_statistics_follow_the_number_of_channels() -> None:
     mean, std = statistics_for((0.4, 0.5, 0.6), (0.1, 0.2, 0.3), 5)
     assert mean == pytest.approx((0.5,) * 5)
     assert std == pytest.approx((0.2,) * 5)
+
+
+@pytest.mark.parametrize("size", [(24, 32), (48, 64), (12, 16), (64, 48)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_images_do_not_share_the_memory_they_are_decoded_into(
+    tmp_path: Path, picture: Callable[..., np.ndarray], size: tuple[int, int], mode: str
+) -> None:
+    """One after another and in threads, larger, smaller and of the model's own size: each keeps its pixels."""
+    paths = [tmp_path / f"{seed}.jpg" for seed in range(6)]
+    for seed, path in enumerate(paths):
+        Image.fromarray(picture(*size, seed=seed)).convert(mode).save(path, quality=90)
+    preprocess = Preprocess((24, 32), in_chans=3)
+    expected = [preprocess(decode(path, max_pixels=10**6, draft_px=preprocess.draft_px)).copy() for path in paths]
+
+    def load(path: Path) -> np.ndarray:
+        return load_image(path, preprocess, max_pixels=10**6)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [*map(load, paths), *pool.map(load, paths)]
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected * 2, strict=True))
+    assert not any(np.may_share_memory(one, other) for one, other in itertools.combinations(found, 2))

@@ -16,9 +16,10 @@ import pytest
 import tifffile
 import torch
 
-from hiresvis.data import loader as loader_module
+from hiresvis.data import workers as workers_module
 from hiresvis.data.augment import make_augment
-from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader, auto_workers
+from hiresvis.data.loader import EvalLoader, TrainLoader
+from hiresvis.data.micro_batch import MicroBatch
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.errors import DataError, EnvironmentFailed
@@ -179,28 +180,12 @@ class TestWorkers:
         with pytest.raises(EnvironmentFailed, match=r"worker process of the loader died \(SIGKILL\).*\.png.*data\.workers"):
             list(items)
 
-    @pytest.mark.parametrize(
-        ("arguments", "workers", "word"),
-        [
-            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**6}, 8, "16 cores"),
-            ({"num_cpus": 2, "on_gpu": True, "micro_batch_bytes": 10**6}, 1, "2 cores"),
-            ({"num_cpus": 2, "on_gpu": False, "micro_batch_bytes": 10**6}, 0, "the model itself uses"),
-            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**7, "shm_free_bytes": 64 * 2**20}, 1, "/dev/shm has 64.0 MiB"),
-            ({"num_cpus": 16, "on_gpu": True, "micro_batch_bytes": 10**8, "shm_free_bytes": 64 * 2**20}, 0, "/dev/shm"),
-        ],
-    )
-    def test_number_of_workers_comes_with_its_reason(self, arguments: dict[str, Any], workers: int, word: str) -> None:
-        """Cores, the device and a small /dev/shm decide."""
-        found, why = auto_workers(**arguments)
-        assert found == workers
-        assert word in why
-
     @pytest.mark.parametrize(("free_bytes", "workers"), [(40_000, 1), (20_000, 0), (10**9, 3), (None, 3)])
     def test_small_shared_memory_lowers_the_workers_before_the_first_batch(
         self, make: Callable[..., TrainLoader], monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, workers: int
     ) -> None:
         """A number that was asked for would fail in mid epoch: it is lowered with the reason, and the bits stay."""
-        monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: free_bytes)
+        monkeypatch.setattr(workers_module, "shared_memory_free_bytes", lambda: free_bytes)
         loader = make(workers=3)  # three images of 24 x 32 x 3 bytes, three at a time: 20.25 KiB a worker
         items = epochs(loader, 0, 1)
         iterator = loader._engine._loader._iterator
@@ -213,7 +198,7 @@ class TestWorkers:
 
     def test_evaluation_counts_its_own_batch(self, samples: tuple[Sample, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         """An evaluation batch may be larger than a micro-batch; floats take four bytes."""
-        monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: 150_000)
+        monkeypatch.setattr(workers_module, "shared_memory_free_bytes", lambda: 150_000)
         for preprocess, batch, workers in (
             (PREPROCESS, 2, 2),
             (PREPROCESS, 11, 1),

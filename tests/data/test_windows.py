@@ -15,8 +15,8 @@ import tifffile
 import torch
 from PIL import Image
 
-from hiresvis.data import loader as loader_module
 from hiresvis.data import photos
+from hiresvis.data import workers as workers_module
 from hiresvis.data.augment import make_augment
 from hiresvis.data.contract import load_image
 from hiresvis.data.loader import EvalLoader, MicroBatch, TrainLoader
@@ -140,7 +140,7 @@ class TestEvaluation:
         """However many batches its windows fill; of the tiled file no more than the tiles of one window at a time."""
         decoded: list[object] = []
         whole = photos.decode_pixels
-        monkeypatch.setattr(photos, "decode_pixels", lambda *given: (decoded.append(given[1].name), whole(*given))[1])
+        monkeypatch.setattr(photos, "decode_pixels", lambda *given, **named: (decoded.append(given[1].name), whole(*given, **named))[1])
         as_whole = tifffile.TiffPageSeries.asarray
         monkeypatch.setattr(
             tifffile.TiffPageSeries, "asarray", lambda series, **options: (decoded.append(series.shape), as_whole(series, **options))[1]
@@ -213,7 +213,7 @@ def test_deep_images_count_four_bytes_in_shared_memory(tmp_path: Path, monkeypat
     made = {"shallow": np.zeros((24, 32, 3), np.uint8), "deep": np.zeros((24, 32, 3), np.uint16)}
     for name, array in made.items():
         tifffile.imwrite(tmp_path / f"{name}.tif", array, photometric="rgb")
-    monkeypatch.setattr(loader_module, "shared_memory_free_bytes", lambda: 100_000)  # 3 x 4 x 2304 bytes are 27 kB a worker of bytes
+    monkeypatch.setattr(workers_module, "shared_memory_free_bytes", lambda: 100_000)  # 3 x 4 x 2304 bytes are 27 kB a worker of bytes
     for name, workers in (("shallow", 2), ("deep", 0)):
         samples = [Sample(tmp_path / f"{name}.tif", 0, name)] * 4
         with closing(EvalLoader(samples, Preprocess(SIZE), max_pixels=LIMIT, batch=4, workers=2)) as loader:

@@ -456,7 +456,7 @@ def test_files_passed_over_by_extension_are_told(open_workshop, draw, tmp_path):
 
 def test_workers_that_shared_memory_cannot_hold_are_lowered_and_told(workshop, monkeypatch):
     """Once, as a warning with the reason; the run goes through."""
-    monkeypatch.setattr("hiresvis.data.loader.shared_memory_free_bytes", lambda: 0)
+    monkeypatch.setattr("hiresvis.data.workers.shared_memory_free_bytes", lambda: 0)
     done = workshop.fit("data.workers=2", "train.epochs=2")
     said = [line for line in done.err.splitlines() if "data.workers lowered from 2 to 0" in line]
     assert 1 <= len(said) <= 2  # training and evaluation each say their own

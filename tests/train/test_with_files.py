@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from hiresvis.data.augment import make_augment
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.data.loader import EvalLoader, TrainLoader
 from hiresvis.data.sources import Sample
-from hiresvis.data.transforms import Pipeline, Scale
+from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.errors import Interrupted
 from hiresvis.run.events import Notice, StepDone
+from hiresvis.train.progress import RunLimits
 from hiresvis.train.snapshot import load_snapshot
+from hiresvis.train.step import StepOutcome
 
 SIZE_PX = 64
+SLOW_SECONDS = 0.05
 
 
 @pytest.fixture
@@ -67,3 +71,30 @@ def test_resume_in_mid_epoch_with_workers_and_augmentation_is_exact(small, sampl
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
+
+
+class Slow:
+    """Augmentation that takes its time, asleep: the cores are free meanwhile."""
+
+    def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
+        time.sleep(SLOW_SECONDS)
+        return array
+
+
+@pytest.mark.parametrize(
+    ("workers", "busy_seconds", "least", "most"),
+    [(0, 0.0, 1.0, 2.0), (0, 0.1, 1.0, 2.0), (1, 0.0, 0.6, 2.0), (1, 0.1, 0.0, 0.5), (3, 0.0, 0.1, 0.8), (3, 0.1, 0.0, 0.5)],
+)
+def test_waiting_for_data_is_what_loading_takes_beyond_training(small, samples, tmp_path, workers, busy_seconds, least, most):
+    """Without workers all of it, with one all that training does not hide, with three a third: shares of the time that loading takes."""
+    pipeline = Pipeline(Preprocess((SIZE_PX, SIZE_PX)), Slow())
+    loader = TrainLoader(samples[5:21], pipeline, batch=1, micro_batch=1, seed=1, max_pixels=10_000, workers=workers)
+    trainer = small.make_trainer(tmp_path, train_loader=loader, limits=RunLimits(epochs=1))
+    trainer._step.accumulate = lambda *_, **__: time.sleep(busy_seconds)
+    trainer._step.apply = lambda: StepOutcome(loss=1.0, grad_norm=1.0, applied=True)
+    steps = [event for event in trainer.fit() if isinstance(event, StepDone)]
+    loader.close()
+    steps = steps[6:]  # the first ones wait for workers to start, and then have what those did meanwhile
+    waited = sum(event.data_wait_ms for event in steps) / len(steps) / 1e3
+    assert least * SLOW_SECONDS <= waited <= most * SLOW_SECONDS
+    assert all(event.step_ms >= event.data_wait_ms + busy_seconds * 1e3 for event in steps)
