@@ -27,9 +27,10 @@ from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.listing import read_datasets as read_datasets  # part of this module, apart for callers that must not import torch
 from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.recipe.tasks import LOSSES
 from hiresvis.run.events import Notice
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
-from hiresvis.train.losses import CrossEntropy
+from hiresvis.train.losses import make_loss
 from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer, warmup_steps
 from hiresvis.train.step import TrainStep
 
@@ -59,12 +60,16 @@ def settle_pixels(loaded: LoadedRecipe, resolution: Resolution, datasets: Datase
     return channels, scale
 
 
-def make_contract(loaded: LoadedRecipe, classes: tuple[str, ...], channels: int, scale: Scale, backbone: Backbone) -> Contract:
+def make_contract(loaded: LoadedRecipe, datasets: Datasets, channels: int, scale: Scale, backbone: Backbone) -> Contract:
     """What evaluate, predict and export will read."""
     data = loaded.recipe.data
     mean, std = statistics_for(backbone.mean, backbone.std, channels)
+    target_mean, target_std = datasets.train.target_scale()
     return Contract(
-        classes=classes,
+        task=loaded.recipe.task,
+        classes=datasets.classes,
+        target_mean=target_mean,
+        target_std=target_std,
         image_size=loaded.recipe.model.image_size,
         fit=data.fit,
         background=data.background,
@@ -284,10 +289,17 @@ def make_step(loaded: LoadedRecipe, trainable: Trainable, contract: Contract, pr
     """The training step of the recipe; the model moves to the device."""
     trainable.model.to(device)
     optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
+    loss = make_loss(
+        LOSSES[contract.task][0] if optim.loss == "auto" else optim.loss,
+        num_outputs=len(contract.classes),
+        label_smoothing=optim.label_smoothing,
+        mean=contract.target_mean,
+        std=contract.target_std,
+    )
     return TrainStep(
         trainable.model,
         make_optimizer(loaded, trainable.model, trainable.layer_decay),
-        CrossEntropy(label_smoothing=optim.label_smoothing),
+        loss,
         prepare=make_prepare(contract, device, True if isinstance(channels_last, str) else channels_last),
         device=device,
         precision=precision,  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from hiresvis.data.sheet import show_images
 from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.device import block_bytes, pick_device
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Problem, RecipeError
+from hiresvis.listing import outputs_without_data
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.settle import check_stages, complete, key_of
@@ -83,7 +84,7 @@ def check(
         found.by(lambda: assemble.refuse_warmup(loaded, len(datasets.train), batch))
     channels, scale = pixels or (3 if isinstance(data.channels, str) else data.channels, Scale())
     augment = found.by(lambda: assemble.make_augmentation(loaded, channels))
-    classes = _some_classes(loaded) if datasets is None else datasets.classes
+    classes = outputs_without_data(loaded) if datasets is None else datasets.classes
     _check_model(loaded, resolution, device, num_classes=len(classes), channels=channels, found=found)
     if datasets is None:
         return CheckReport(found.problems, drawn, (), {}, found.exit_code)
@@ -99,7 +100,7 @@ def check(
     page = None
     if sheet and preprocess is not None:
         images = show_images(datasets.train, Pipeline(preprocess, augment), max_pixels=data.max_pixels, seed=loaded.recipe.train.seed)
-        page = render_sheet(loaded.path.name, facts, list(images), len(classes))
+        page = render_sheet(loaded.path.name, facts, list(images), len(classes) if datasets.train.task == "classify" else 0)
     return CheckReport(found.problems, (*drawn, *report.warnings), report.notes, details, found.exit_code, page)
 
 
@@ -116,12 +117,6 @@ def _facts(loaded: LoadedRecipe, report: DataReport, preprocess: Preprocess | No
         what = name if isinstance(name, str) else ", ".join(str(step["name"]) for step in name)
         facts["augment"] = f"{what}, by {augment.made_by}" + (f", since {why}" if why else "")
     return facts
-
-
-def _some_classes(loaded: LoadedRecipe) -> tuple[str, ...]:
-    """For a model whose data cannot be read."""
-    classes = loaded.recipe.data.classes
-    return ("a", "b") if isinstance(classes, str) else classes
 
 
 def _check_model(

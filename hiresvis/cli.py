@@ -233,7 +233,7 @@ def predict(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line instead of CSV.")] = False,
 ) -> None:
-    """Class names and scores of each image, as CSV. A file that cannot be read has its row, with the reason, and the exit code is 3."""
+    """Classes and scores, or values, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
     with _ending():
         from hiresvis.inference import predict as run_predict
 
@@ -401,24 +401,24 @@ def _path_errors(as_json: bool) -> str:
 
 
 def _write_predictions(found: Predictions, stream: _Rows, as_json: bool) -> int:
-    """One row an image, each flushed: CSV of path, label, score, one column for each class and error, or JSON lines.
+    """One row an image, each flushed: CSV by the columns of the task, or JSON lines.
 
     Returns:
         how many could not be read.
     """
+    from hiresvis.predictions import table_row
     from hiresvis.run.files import json_text
 
-    table = csv.writer(stream, lineterminator="\n")
+    table = csv.DictWriter(stream, found.columns, lineterminator="\n")
     num_bad = 0
     for number, row in enumerate(found.rows):
         num_bad += row["error"] is not None
         if not (number or as_json):  # with the first row, so that a run that fails before it leaves nothing
-            table.writerow(["path", "label", "score", *(f"score_{name}" for name in found.classes), "error"])
+            table.writeheader()
         if as_json:
             stream.write(json_text(row) + "\n")
         else:
-            scores = row["scores"] or {}
-            table.writerow([row["path"], row["label"], row["score"], *(scores.get(name) for name in found.classes), row["error"]])
+            table.writerow(table_row(row))
         stream.flush()
     return num_bad
 

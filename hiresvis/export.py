@@ -69,7 +69,7 @@ class Exported:
         text = f"with {compared['with']} on {compared['images']} images of {compared['source']}: "
         if "bound" in compared:
             text += f"logits differ by up to {compared['largest_difference']['logits']:.2g} (bound {compared['bound']['logits']:.2g}), "
-            text += f"same class on {compared['same_class']}"
+            text += f"same class on {compared['same_class']}" if "same_class" in compared else "values in the targets' own units"
         else:
             text += "equal bit for bit"
         return [f"{name:8}  {line}" for name, line in (*told, ("compared", text))]
@@ -162,7 +162,7 @@ def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: st
         "source": source,
         "largest_difference": dict(found.differences),
         "bound": dict(found.bounds),
-        "same_class": found.num_agreeing,
+        **({} if contract.task == "regress" else {"same_class": found.num_agreeing}),
     }
     return {**facts, "exporter": found.exporter, "compared": compared}
 

@@ -7,14 +7,12 @@ caller sees it, so a view that fails can lose nothing.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import random
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,18 +32,23 @@ from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_mem
 from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
+from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
+from hiresvis.recipe.tasks import LOSSES
 from hiresvis.resume import (
+    SPLIT,
     fingerprints,
     measured_json,
     plan_json,
+    read_held_out,
     read_plan,
     refuse_other_augmentation,
     refuse_other_classes,
     refuse_other_contract,
     refuse_other_data,
     refuse_other_plan,
+    split_json,
     too_little_memory,
 )
 from hiresvis.run import RunDirectory
@@ -167,6 +170,8 @@ class _Run:
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
         self.folder.write_json("plan.json", stored)
+        if parts.datasets.is_drawn:
+            self.folder.write_text(SPLIT, split_json(parts.datasets))
         for event in self.early:
             self.folder.record(event)
         yield from self._train(parts, step, plan, settled, stored)
@@ -185,7 +190,8 @@ class _Run:
         changed = changes(own, self.loaded)
         refuse_changes(changed, self.loaded, self.folder.root)
         self._settle_machine()
-        parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}))
+        held_out = read_held_out(self.folder)
+        parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}), held_out=held_out)
         refuse_other_plan(plan, parts, self.folder)
         refuse_other_augmentation(stored.get("augmented_by"), parts.pipeline.augment, self.folder.root)
         step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
@@ -247,7 +253,7 @@ class _Run:
         if recipe.train.ema == "auto":
             self.resolution.set("train.ema", False, "this release keeps no average")
         if recipe.optim.loss == "auto":
-            self.resolution.set("optim.loss", "cross_entropy", "the task is classify")
+            self.resolution.set("optim.loss", LOSSES[recipe.task][0], f"the task is {recipe.task}")
         if recipe.model.drop_path == "auto":
             self.resolution.set("model.drop_path", "auto", "the model's own rate, which timm sets")
 
@@ -259,11 +265,16 @@ class _Run:
         self.num_autos_told = len(found)
 
     def _parts(
-        self, *, norm: str | None, before: Contract | None = None, data_before: Mapping[str, Any] | None = None
+        self,
+        *,
+        norm: str | None,
+        before: Contract | None = None,
+        data_before: Mapping[str, Any] | None = None,
+        held_out: Collection[str] | None = None,
     ) -> Generator[Event, None, Parts]:
         """Data, contract, model and costs; told as they come."""
         loaded = self.loaded
-        datasets = assemble.read_datasets(loaded, self.resolution)
+        datasets = assemble.read_datasets(loaded, self.resolution, held_out=held_out)
         if before is not None:
             refuse_other_classes(before, datasets.classes, loaded.run_dir)
         refuse_other_data(data_before or {}, datasets, loaded.run_dir)
@@ -277,7 +288,7 @@ class _Run:
         backbone = assemble.build_model(loaded, num_classes=len(datasets.classes), channels=channels)
         for note in backbone.notes:
             yield Notice(level="info", text=note)
-        contract = assemble.make_contract(loaded, datasets.classes, channels, scale, backbone)
+        contract = assemble.make_contract(loaded, datasets, channels, scale, backbone)
         if before is not None:
             refuse_other_contract(before, contract, loaded.run_dir)
         self.supply = settle_cache(loaded, self.resolution, datasets, contract)
@@ -417,7 +428,7 @@ class _Run:
             resolution.set("optim.lr", lr, why)
         metric = recipe.train.metric
         if metric == "auto":
-            metric, why = auto_metric(list(parts.datasets.train.class_counts().values()))
+            metric, why = auto_metric(recipe.task, list(parts.datasets.train.class_counts().values()))
             resolution.set("train.metric", metric, why)
         workers = settle_workers(
             self.loaded,
@@ -591,7 +602,7 @@ class _Run:
                 best_value=value,
                 best_epoch=epoch,
             )
-        folder.write_text("predictions.csv", _predictions_text(results, parts.contract.classes))
+        folder.write_text("predictions.csv", predictions_text(results, parts.contract.classes))
         return dict(results["test"].metrics) if "test" in results else {}
 
     def _evaluation(
@@ -681,13 +692,3 @@ def _passed_over(datasets: Datasets) -> dict[str, int]:
 def _short(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _predictions_text(results: Mapping[str, Evaluation], classes: tuple[str, ...]) -> str:
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["split", "path", "label", "predicted", "score", "loss"])
-    for split, found in results.items():
-        for row in found.rows:
-            writer.writerow([split, row.path, classes[row.label], classes[row.predicted], f"{row.score:.6f}", f"{row.loss:.6f}"])
-    return table.getvalue()

@@ -16,7 +16,10 @@ from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
 from hiresvis.errors import DataError
+from hiresvis.predictions import predicted_row, table_columns
 from hiresvis.recipe import Resolution
+from hiresvis.resume import read_held_out
+from hiresvis.run import RunDirectory
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
@@ -40,6 +43,7 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
         found = load_dataset(
             data,
             classes=contract.classes,
+            task=contract.task,
             image_column=columns.image,
             label_column=columns.label,
             region_columns=None if data.is_dir() else columns.region,
@@ -47,7 +51,8 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
         )
         splits = {"data": found}
     else:
-        own = assemble.read_datasets(trained.loaded, Resolution(trained.loaded))
+        held_out = read_held_out(RunDirectory.open(run))
+        own = assemble.read_datasets(trained.loaded, Resolution(trained.loaded), held_out=held_out)
         splits = {name: split for name, split in own.splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
@@ -62,21 +67,21 @@ class Predictions:
     """Predictions under way.
 
     Attributes:
-        classes: names in the order of the scores.
+        columns: of the rows as a table (see `predictions.table_row`).
         num_images: rows that there will be.
         notes: lines for people: what was passed over or given twice, and files that cannot be read by their headers.
-        rows: one for each image, in the order of the paths (folders sorted), as they are computed: path, label, score, scores by class
-            name, error. A file that cannot be read has its row, with the reason as error and None for the rest.
+        rows: one for each image, in the order of the paths (folders sorted), as they are computed: path, what `predicted_row` gives for
+            the task, error. A file that cannot be read has its row, with the reason as error and None for the rest.
     """
 
-    classes: tuple[str, ...]
+    columns: tuple[str, ...]
     num_images: int
     notes: tuple[str, ...]
     rows: Iterator[dict[str, Any]]
 
 
 def predict(run: Path, paths: Sequence[Path]) -> Predictions:
-    """Class names and scores of files and folders; each file once, at its first place.
+    """What the best weights say of files and folders; each file once, at its first place.
 
     Raises:
         RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
@@ -94,7 +99,8 @@ def predict(run: Path, paths: Sequence[Path]) -> Predictions:
     notes += [f"{samples[index].title}  {reason}" for index, reason in list(bad.items())[:_EARLY_NAMED]]
     if len(bad) > _EARLY_NAMED:
         notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
-    return Predictions(trained.contract.classes, len(samples), tuple(notes), _rows(trained, samples, bad))
+    columns = table_columns(trained.contract.task, trained.contract.classes)
+    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad))
 
 
 def _make_step(trained: Trained) -> TrainStep:
@@ -145,19 +151,19 @@ def _reason(error: DataError) -> str:
 
 def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     """A row for each sample as soon as it and all before it are done: predicted, bad by its header, or bad as only decoding shows."""
-    classes, step = trained.contract.classes, _make_step(trained)
+    contract, step = trained.contract, _make_step(trained)
     good = [index for index in range(len(samples)) if index not in bad]
     loader = _make_loader(trained, [samples[index] for index in good], bad_images="skip")
     place_of = {samples[index].title: index for index in good}
-    rows = {index: _bad_row(samples[index], reason) for index, reason in bad.items()}
+    rows = {index: _row(samples[index], contract, error=reason) for index, reason in bad.items()}
     join, done, known = WindowJoin(), 0, 0
     try:
         for item in fetch(loader):
             if item.indices:
                 indices, logits, _ = join.add(item, step.predict(item.images).cpu())
-                found = zip(indices, scores(logits).tolist(), strict=True)
-                rows |= {good[index]: _row(samples[good[index]], classes, row) for index, row in found}
-            rows |= {place_of[path]: _bad_row(samples[place_of[path]], reason) for path, reason in loader.skipped[known:]}
+                found = zip(indices, scores(logits, contract).tolist(), strict=True)
+                rows |= {good[index]: _row(samples[good[index]], contract, row) for index, row in found}
+            rows |= {place_of[path]: _row(samples[place_of[path]], contract, error=reason) for path, reason in loader.skipped[known:]}
             known = len(loader.skipped)
             while done in rows:
                 yield rows.pop(done)
@@ -167,16 +173,5 @@ def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -
         loader.close()
 
 
-def _row(sample: Sample, classes: Sequence[str], row: Sequence[float]) -> dict[str, Any]:
-    best = max(range(len(row)), key=row.__getitem__)
-    return {
-        "path": sample.title,
-        "label": classes[best],
-        "score": row[best],
-        "scores": dict(zip(classes, row, strict=True)),
-        "error": None,
-    }
-
-
-def _bad_row(sample: Sample, reason: str) -> dict[str, Any]:
-    return {"path": sample.title, "label": None, "score": None, "scores": None, "error": reason}
+def _row(sample: Sample, contract: Contract, row: Sequence[float] | None = None, error: str | None = None) -> dict[str, Any]:
+    return {"path": sample.title, **predicted_row(contract.task, row, contract.classes), "error": error}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hiresvis.data.sources import Datasets, load_datasets
@@ -10,8 +11,14 @@ from hiresvis.errors import DataError
 from hiresvis.recipe import LoadedRecipe, Resolution
 
 
-def read_datasets(loaded: LoadedRecipe, resolution: Resolution) -> Datasets:
+def read_datasets(
+    loaded: LoadedRecipe, resolution: Resolution, *, held_out: Collection[str] | None = None, look_for_files: bool = True
+) -> Datasets:
     """The splits of the recipe, classes settled.
+
+    Args:
+        held_out: names that an earlier start of the run drew for validation.
+        look_for_files: False: manifests are read without asking whether their images are there.
 
     Raises:
         DataError: with everything found.
@@ -21,6 +28,7 @@ def read_datasets(loaded: LoadedRecipe, resolution: Resolution) -> Datasets:
         loaded.resolve_path(data.train),
         loaded.resolve_path(data.val) if isinstance(data.val, str) else data.val,
         None if data.test is None else loaded.resolve_path(data.test),
+        task=loaded.recipe.task,
         image_column=data.image,
         label_column=data.label,
         split_column=data.split,
@@ -29,9 +37,14 @@ def read_datasets(loaded: LoadedRecipe, resolution: Resolution) -> Datasets:
         classes=None if data.classes == "auto" else data.classes,
         seed=loaded.recipe.train.seed,
         unseen=data.unseen,
+        held_out=held_out,
+        look_for_files=look_for_files,
     )
-    if data.classes == "auto":
-        resolution.set("data.classes", found.classes, "the classes of train, by name")
+    if data.classes == "auto" and loaded.recipe.task == "regress":
+        resolution.set("data.classes", "auto", "a regression has none; its outputs are the columns of data.label")
+    elif data.classes == "auto":
+        columns = isinstance(data.label, tuple)
+        resolution.set("data.classes", found.classes, "the columns of data.label" if columns else "the classes of train, by name")
     return found
 
 
@@ -40,7 +53,7 @@ class Listing:
     """What a plan needs to know of the data.
 
     Attributes:
-        classes: names, in order.
+        classes: the outputs' names, in order.
         channels: of the model's input.
         num_train: training images; None where the data is not there.
     """
@@ -51,12 +64,28 @@ class Listing:
 
 
 def look_at_data(loaded: LoadedRecipe, resolution: Resolution) -> Listing:
-    """From the data where it is there (headers alone are read); else two classes and three channels, for the head hardly counts."""
+    """From tables, folders and headers, as far as they are there; else what the recipe says, two classes and three channels.
+
+    The images of a manifest need not be there: a plan is often made elsewhere.
+    """
     data = loaded.recipe.data
     given = None if isinstance(data.channels, str) else data.channels
     try:
-        datasets = read_datasets(loaded, resolution)
+        datasets = read_datasets(loaded, resolution, look_for_files=False)
+    except DataError:
+        return Listing(outputs_without_data(loaded), given or 3, None)
+    try:
         channels, _ = resolve_channels(datasets.train.samples, given, max_pixels=data.max_pixels)
     except DataError:
-        return Listing(("a", "b") if isinstance(data.classes, str) else data.classes, given or 3, None)
+        channels = 3
     return Listing(datasets.classes, channels, len(datasets.train))
+
+
+def outputs_without_data(loaded: LoadedRecipe) -> tuple[str, ...]:
+    """Names of the outputs where the data cannot be read; their number hardly counts in a plan."""
+    task, data = loaded.recipe.task, loaded.recipe.data
+    if not isinstance(data.classes, str):
+        return data.classes
+    if task != "classify" and isinstance(data.label, tuple):
+        return data.label
+    return (data.label,) if task == "regress" and isinstance(data.label, str) else ("a", "b")

@@ -40,7 +40,7 @@ class Comparison:
         num_images: compared, in batches and one alone.
         differences: by output, the largest.
         bounds: by output, above which the graph is refused.
-        num_agreeing: images whose largest logit is the same one.
+        num_agreeing: images of which both say the same: the class, or all classes; values are held by their bound alone.
     """
 
     exporter: str
@@ -61,21 +61,21 @@ class Comparison:
 
 
 class Graph(nn.Module):
-    """Pixels as preprocessing leaves them, (batch, height, width, channels), to logits and scores (batch, classes).
+    """Pixels as preprocessing leaves them, (batch, height, width, channels), to logits and scores (batch, outputs).
 
     Args:
         model: in eval mode, on the CPU, fp32.
-        contract: its mean and std.
+        contract: its mean and std, and how outputs are read.
     """
 
     def __init__(self, model: nn.Module, contract: Contract) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.contract = model, contract
         self._prepare = make_prepare(contract, torch.device("cpu"), channels_last=False)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(self._prepare(pixels))
-        return logits, scores(logits)
+        return logits, scores(logits, self.contract).to(logits.dtype)
 
 
 def need_onnx() -> None:
@@ -142,9 +142,16 @@ def compare(graph: Graph, batches: Sequence[Tensor], path: Path, exporter: str) 
             differences[name] = float(np.maximum(differences[name], np.abs(one - other).max()))
             largest[name] = max(largest[name], float(np.abs(other).max()))
         if position < len(batches):
-            num_agreeing += int((given[0].argmax(axis=1) == wanted[0].argmax(axis=1)).sum())
+            num_agreeing += int((_said(given[0], graph.contract.task) == _said(wanted[0], graph.contract.task)).all(axis=1).sum())
     bounds = {name: BOUND * value for name, value in largest.items()}
     return Comparison(exporter, sum(len(pixels) for pixels in batches), differences, bounds, num_agreeing)
+
+
+def _said(logits: np.ndarray, task: str) -> np.ndarray:
+    """(n, _) what the logits say of each image."""
+    if task == "classify":
+        return logits.argmax(axis=1, keepdims=True)
+    return logits >= 0 if task == "multilabel" else np.ones((len(logits), 1))
 
 
 def _by_dynamo(graph: Graph, pixels: Tensor, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from hiresvis.train.finder import MeasuredPeak
 from hiresvis.units import format_size
 
 PLAN_FORMAT = 1
+SPLIT = "split.json"
 
 
 def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
@@ -68,6 +70,30 @@ def fingerprints(datasets: Datasets) -> dict[str, Any]:
     return {"train": datasets.train.fingerprint(), "val": datasets.val.fingerprint()}
 
 
+def split_json(datasets: Datasets) -> str:
+    """split.json: the names held out for validation, where they were drawn. Names alone tell: the same seed draws others from more files.
+
+    Escaped, so that a file name in any encoding comes back as it was.
+    """
+    return json.dumps({"val": [sample.name for sample in datasets.val.samples]}, indent=1) + "\n"
+
+
+def read_held_out(run: RunDirectory) -> tuple[str, ...] | None:
+    """The names that the run drew for validation; None where it did not draw.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    path = run.path(SPLIT)
+    if not path.exists():
+        return None
+    found = run.read_json(SPLIT)
+    names = found.get("val") if isinstance(found, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RunFolderError(f"{path} cannot be used: no list of names under val; put it back as the run wrote it")
+    return tuple(names)
+
+
 def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:
     """Other images than those that the run was begun with.
 
@@ -106,7 +132,7 @@ def refuse_other_augmentation(before: str | None, now: Augment | None, folder: P
 
 
 def refuse_other_classes(before: Contract, classes: tuple[str, ...], folder: Path) -> None:
-    """Other classes than the run's, or the same in another order.
+    """Other classes (or targets) than the run's, or the same in another order.
 
     Raises:
         RunFolderError: which are missing and which are new.
@@ -116,8 +142,9 @@ def refuse_other_classes(before: Contract, classes: tuple[str, ...], folder: Pat
     gone = [name for name in before.classes if name not in classes]
     new = [name for name in classes if name not in before.classes]
     what = "; ".join(part for part in (f"missing: {', '.join(gone)}" if gone else "", f"new: {', '.join(new)}" if new else "") if part)
+    outputs = "targets" if before.task == "regress" else "classes"
     raise RunFolderError(
-        f"{folder}: the run knows the classes {', '.join(before.classes)}, and the data now has {', '.join(classes)} "
+        f"{folder}: the run knows the {outputs} {', '.join(before.classes)}, and the data now has {', '.join(classes)} "
         f"({what or 'another order'}). Resume with the run's own data, or start a new run."
     )
 

@@ -15,7 +15,9 @@ from hiresvis.backbone.build import Backbone
 from hiresvis.data.contract import Contract
 from hiresvis.errors import RunFolderError
 from hiresvis.recipe import LoadedRecipe, load_recipe
+from hiresvis.recipe.tasks import LOSSES
 from hiresvis.run import RunDirectory
+from hiresvis.train.losses import make_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def open_run(folder: Path) -> Trained:
     return Trained(loaded, contract, backbone, stored)
 
 
-def scores(logits: Tensor) -> Tensor:
-    """What predict writes and an exported graph gives, of logits (b, classes): probabilities, which add up to 1."""
-    return logits.softmax(dim=1)
+def scores(outputs: Tensor, contract: Contract) -> Tensor:
+    """What predict writes and an exported graph gives, of outputs (b, k): probabilities by class, which to classify add up to 1, or
+    values in the targets' own units. The contract alone decides."""
+    loss = make_loss(LOSSES[contract.task][0], num_outputs=len(contract.classes), mean=contract.target_mean, std=contract.target_std)
+    return loss.scores(outputs)

@@ -35,6 +35,7 @@ def count(dataset: Dataset, findings: Sequence[Finding], preprocess: Preprocess 
         "unreadable": sum(finding.error is not None for finding in findings),
         "classes": dataset.class_counts(),
         "balance": _balance(dataset.class_counts()),
+        "targets": dataset.target_spread(),
         "groups": _groups(dataset),
         "formats": dict(sorted(Counter(header.format for header in headers).items())),
         "modes": dict(sorted(Counter(header.mode for header in headers).items())),
@@ -119,7 +120,7 @@ def image_warnings(split: str, counts: Mapping[str, Any], shown: Sequence[tuple[
     return problems
 
 
-def class_notes(counts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+def class_notes(counts: Mapping[str, Mapping[str, Any]], task: str) -> list[Problem]:
     """Classes with too few images in train, without one in val, and sizes far apart. Classes without any in train were told before."""
     notes = []
     train, val = counts["train"]["classes"], counts["val"]["classes"]
@@ -132,7 +133,7 @@ def class_notes(counts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     if unproved:
         notes.append(Problem(f"classes of train without an image in val: {_listed(unproved)}; no metric speaks of them", key="data.val"))
     balance = counts["train"]["balance"]
-    if balance and balance["ratio"] > UNEVEN:
+    if task == "classify" and balance and balance["ratio"] > UNEVEN:  # each label of multilabel is a question of its own
         text = (
             f"{balance['largest']} has {balance['ratio']:g} times the images of {balance['smallest']} in train; accuracy alone says little"
         )

@@ -232,8 +232,8 @@ def _report(datasets: Datasets, findings: Mapping[str, Finding], preprocess: Pre
         warnings += image_warnings(name, splits[name], shown_sizes(dataset.samples, found), preprocess)
     same = same_bytes(rows, read=fast)
     alike = look_alikes(rows, same)
-    warnings += [*regions_apart(rows), *byte_warnings(same, datasets.classes)]
-    notes = [*alike_notes(alike), *class_notes(splits)]
+    warnings += [*regions_apart(rows), *byte_warnings(same, datasets.train.label_text)]
+    notes = [*alike_notes(alike), *class_notes(splits, datasets.train.task)]
     num_decoded = sum(finding.decoded for finding in findings.values())
     return DataReport(tuple(errors), tuple(warnings), tuple(notes), same, alike, splits, len(findings), num_decoded)
 

@@ -27,7 +27,9 @@ class Contract:
     """All that turns a file into the model's input and its output into names. Written as contract.json; read back, it gives the same bits.
 
     Attributes:
-        classes: names in the order of the outputs.
+        task: classify (scores are the softmax of the outputs), multilabel (the sigmoid of each) or regress (see target_mean).
+        classes: names in the order of the outputs; to regress, those of the targets.
+        target_mean, target_std: to regress, one a target: value = output * std + mean.
         image_size: (height, width).
         fit: "resize", "letterbox", "crop" or "tile".
         background: RGB, 0 to 255, under transparent pixels and around letterboxed images.
@@ -51,10 +53,15 @@ class Contract:
     interpolation: str
     max_pixels: int
     overlap: float = OVERLAP
+    task: str = "classify"
+    target_mean: tuple[float, ...] = ()
+    target_std: tuple[float, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
         assert len(self.mean) == len(self.std) == self.channels, (self.mean, self.std, self.channels)
+        scaled = len(self.classes) if self.task == "regress" else 0
+        assert len(self.target_mean) == len(self.target_std) == scaled, (self.task, self.target_mean, self.target_std)
 
     def preprocess(self) -> Preprocess:
         """The deterministic pixel part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def _beside_the_first(copies: Copies) -> Iterator[Sample]:
         seen.add(split)
 
 
-def byte_warnings(same: Sequence[Copies], classes: Sequence[str]) -> list[Problem]:
+def byte_warnings(same: Sequence[Copies], label_text: Callable[[Sample], str]) -> list[Problem]:
     across = [copies for copies in same if copies.across]
     within = [copies for copies in same if not copies.across]
     problems = []
@@ -112,11 +112,11 @@ def byte_warnings(same: Sequence[Copies], classes: Sequence[str]) -> list[Proble
         problems.append(Problem(f"{_counted(within)} with the same bytes in one split: {_first(within)}", key="data"))
     conflicts = []
     for copies in same:
-        labels = dict.fromkeys(sample.label for _, sample in copies.members if sample.label is not None)
+        labels = {sample.label: sample for _, sample in copies.members if sample.label is not None}
         if len(labels) > 1:
             first = copies.members[0][1]
             other = next((split, sample) for split, sample in copies.members if sample.label != first.label)
-            names = " and ".join(classes[label] for label in labels)
+            names = " and ".join(label_text(sample) or "none" for sample in labels.values())
             conflicts.append(
                 Problem(f"the same bytes as {other[1].row} under another label ({names})", first.row, f"data.{copies.members[0][0]}")
             )

@@ -18,6 +18,10 @@ SYSTEM_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$re
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
 
 
+# A class, the classes that apply, or numbers, as the source names them; None: not known.
+Label = str | tuple[str, ...] | tuple[float, ...] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One image as its source names it, before labels become numbers."""
@@ -25,7 +29,7 @@ class Entry:
     path: Path
     name: str  # relative, forward slashes
     row: str
-    label: str | None
+    label: Label
     group: str | None = None
     split: str | None = None
     region: Region | None = None
@@ -33,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one source holds. `folders` are all class folders, empty ones included."""
+    """What one source holds. `folders` are all class folders, empty ones included; of a table, the columns that name outputs."""
 
     entries: tuple[Entry, ...]
     folders: tuple[str, ...] = ()

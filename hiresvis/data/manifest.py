@@ -1,85 +1,174 @@
-"""Reads csv manifests as people's tools write them: BOM, Windows line ends, `;` or tab, quoted names, relative paths."""
+"""Reads manifests: csv as people's tools write it (BOM, Windows line ends, `;` or tab, quoted names, relative paths), and parquet.
+
+Rows are looked at one by one as they are read, and only texts are handled here, so that a table of 200,000 rows takes seconds.
+"""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from hiresvis.data.folders import Entry, Scan
+from hiresvis.data.labels import SEPARATOR, LabelReader
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
-from hiresvis.errors import DataError, Problem
+from hiresvis.errors import DataError, MissingExtra, Problem
 
+MANIFEST_SUFFIXES = (".csv", ".tsv", ".parquet")
 _SPLITS = {
     "train": "train", "training": "train",
     "val": "val", "valid": "val", "validation": "val", "dev": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
+_MISSING = ("", "nan", "<na>")
+
+_Row = tuple[str, Sequence[str | None]]  # place, and the cells of the wanted columns, stripped; None: null
 
 
 def read_manifest(
     source: Path,
     *,
     image_column: str,
-    label_column: str,
+    labels: LabelReader,
     group_column: str | None,
     split_column: str | None,
     region_columns: Sequence[str] | None = None,
+    look_for_files: bool = True,
 ) -> tuple[Scan, list[Problem]]:
-    """The rows of a manifest, in their order, and every problem with its line in the file.
+    """The rows of a manifest, in their order, and every problem with its place: `t.csv:17` is a line, `t.parquet:row 17` counts from 1.
 
-    Relative paths start at the manifest's folder. Empty labels and NaN are problems, not classes. A file may be listed once, or with
-    `region_columns` once for each of its regions.
+    Relative paths start at the manifest's folder. Nulls, NaN and, but for a multilabel list, empty labels are problems, not classes. A
+    file may be listed once, or with `region_columns` once for each of its regions.
+
+    Args:
+        source: .csv, .tsv or .parquet.
+        labels: reads the label columns.
+        look_for_files: False: whether the images are there is not asked.
 
     Raises:
         DataError: the table as a whole cannot be read: encoding, no header, a missing column.
+        MissingExtra: it is a parquet table, and pyarrow is not installed.
     """
-    lines = _read_rows(source)
-    header = lines[0][1] if lines else []
-    wanted: dict[str, str | None] = {"image": image_column, "label": label_column, "group": group_column, "split": split_column}
-    wanted |= dict(zip(REGION_KEYS, region_columns or (), strict=False))
-    columns = _find_columns(source, header, {key: name for key, name in wanted.items() if name is not None})
-    entries: list[Entry] = []
-    problems: list[Problem] = []
-    first_rows: dict[str, Entry] = {}  # by name as written, and by where the file is
-    folders: dict[str, str] = {}
-    for line, values in lines[1:]:
-        place = f"{source.name}:{line}"
-        if len(values) != len(header):
-            problems.append(Problem(f"{len(values)} fields where the header has {len(header)}; quote a value that holds a comma", place))
-            continue
-        row = {key: values[position].strip() for key, position in columns.items()}
-        found = _row_problems(source, row, wanted, place)
-        if not found:
-            entry = _entry(source, row, place)
-            located = named(_located(entry.path, folders), entry.region)
-            earlier = first_rows.get(entry.name) or first_rows.get(located)
-            if earlier is not None:
-                other = f" with label {earlier.label!r}" if earlier.label != entry.label else ""
-                what = "an image" if entry.region is None else "a region"
-                found = [Problem(f"{entry.name} is listed before, at {earlier.row}{other}; keep one row {what}", place)]
-            else:
-                first_rows[entry.name] = first_rows[located] = entry
-                entries.append(entry)
-        problems += found
-    return Scan(tuple(entries)), problems
+    wanted = {"image": (image_column,), "label": labels.columns, "group": (group_column,), "split": (split_column,)}
+    columns = [(key, name) for key, names in wanted.items() for name in names if name is not None]
+    columns += zip(REGION_KEYS, region_columns or (), strict=False)
+    rows = _Rows(source, columns, labels, look_for_files)
+    with closing((_parquet_rows if source.suffix.lower() == ".parquet" else _csv_rows)(source, columns, rows.problems)) as found:
+        for place, cells in found:
+            rows.add(place, cells)
+    return Scan(tuple(rows.entries), labels.names), rows.problems
 
 
-def _read_rows(source: Path) -> list[tuple[int, list[str]]]:
+class _Rows:
+    """The rows of one manifest, as they come."""
+
+    def __init__(self, source: Path, columns: Sequence[tuple[str, str]], labels: LabelReader, look_for_files: bool) -> None:
+        self.entries: list[Entry] = []
+        self.problems: list[Problem] = []
+        self._root, self._labels, self._look = str(source.parent), labels, look_for_files
+        names = [key for key, _ in columns]
+        self._named = dict(columns)
+        self._num_labels = len(labels.columns)
+        self._group = names.index("group") if "group" in names else None
+        self._split = names.index("split") if "split" in names else None
+        self._region = names.index(REGION_KEYS[0]) if REGION_KEYS[0] in names else None  # the others follow it
+        self._first: dict[str, int] = {}  # position in entries, by name as written, and by where the file is
+        self._folders: dict[str, str] = {}
+
+    def add(self, place: str, cells: Sequence[str | None]) -> None:
+        """One row: an entry, or problems."""
+        written = cells[0] or ""
+        file = self._locate(written)
+        label, said = self._labels(tuple(cells[1 : 1 + self._num_labels]))
+        said = [*self._image_problems(written, file), *said]
+        group = None if self._group is None else cells[self._group]
+        if self._group is not None and (group is None or group.lower() in _MISSING):
+            said.append(f"no group in column {self._named['group']!r}; an image without one could be on both sides of the split")
+        place_in_file = {} if self._region is None else self._region_texts(cells)
+        said += region_problems(place_in_file)
+        split = None
+        if self._split is not None:
+            split = _SPLITS.get((cells[self._split] or "").lower())
+            if split is None:
+                said.append(f"{cells[self._split]!r} in column {self._named['split']!r} is not train, val or test")
+        if not said:
+            region = Region(*map(whole_number, place_in_file.values())) if place_in_file else None
+            name, located = named(_normal(written), region), named(self._located(file), region)
+            earlier = self._first.get(name, self._first.get(located))
+            if earlier is None:
+                self._first[name] = self._first[located] = len(self.entries)
+                self.entries.append(Entry(Path(file), name, place, label, group, split, region))
+                return
+            first = self.entries[earlier]
+            other = f" with label {first.label!r}" if first.label != label else ""
+            what = "an image" if region is None else "a region"
+            said = [f"{name} is listed before, at {first.row}{other}; keep one row {what}"]
+        self.problems += [Problem(text, place) for text in said]
+
+    def _region_texts(self, cells: Sequence[str | None]) -> dict[str | None, str]:
+        """x, y, width and height as written, by column."""
+        assert self._region is not None
+        return {self._named[key]: cell or "" for key, cell in zip(REGION_KEYS, cells[self._region :], strict=True)}
+
+    def _image_problems(self, written: str, file: str) -> list[str]:
+        if not written:
+            return [f"no path in column {self._named['image']!r}"]
+        return [f"no such file: {file}"] if self._look and not os.path.lexists(file) else []
+
+    def _locate(self, written: str) -> str:
+        """The file that a row names, from the manifest's folder. Backslashes are tried as separators where the name itself is not there."""
+        path = os.path.join(self._root, written)
+        return os.path.join(self._root, written.replace("\\", "/")) if "\\" in written and not os.path.lexists(path) else path
+
+    def _located(self, file: str) -> str:
+        """One text for one file, however its folder is written: relative, absolute, through links.
+
+        A file that is a link itself is left as it is, as a copy would be: stores of files by content link alike images to one file.
+        """
+        folder, name = os.path.split(file)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return f"{self._folders[folder]}/{name}"
+
+
+def _normal(written: str) -> str:
+    """A path as written, with forward slashes and nothing superfluous."""
+    name = written.replace("\\", "/")
+    return os.path.normpath(name).replace(os.sep, "/") if "./" in name or "//" in name else name
+
+
+def _csv_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem]) -> Generator[_Row, None, None]:
+    """Every row that is not blank, by its line; rows of another length than the header's are problems."""
+    header: list[str] | None = None
+    positions: list[int] = []
+    for line, values in _csv_lines(source):
+        if header is None:
+            header, positions = values, _find_columns(f"{source.name}:1", values, columns)
+        elif len(values) != len(header):
+            text = f"{len(values)} fields where the header has {len(header)}; quote a value that holds a comma"
+            problems.append(Problem(text, f"{source.name}:{line}"))
+        else:
+            yield f"{source.name}:{line}", [values[position].strip() for position in positions]
+    if header is None:
+        _find_columns(f"{source.name}:1", [], columns)
+
+
+def _csv_lines(source: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, values) of every row that is not blank, header included."""
+    line = 1
     try:
         with source.open(encoding="utf-8-sig", newline="") as file:
             head = file.readline()
             file.seek(0)
             reader = csv.reader(file, delimiter=_delimiter(head, source), strict=True)
-            rows, first_line = [], 1
             for values in reader:
-                if any(value.strip() for value in values):
-                    rows.append((first_line, values))
-                first_line = reader.line_num + 1
-            return rows
+                if "".join(values).strip():
+                    yield line, values
+                line = reader.line_num + 1
     except UnicodeDecodeError as error:
         raise DataError([_not_utf8(source, error)]) from error
     except csv.Error as error:
@@ -106,60 +195,52 @@ def _delimiter(head: str, source: Path) -> str:
     return max(",;\t", key=head.count)
 
 
-def _find_columns(source: Path, header: list[str], wanted: Mapping[str, str]) -> dict[str, int]:
+def _parquet_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem]) -> Generator[_Row, None, None]:
+    """Every row, counted from 1; only the columns that are asked for are read."""
+    del problems
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingExtra(f"{source}: parquet needs pyarrow: pip install 'hiresvis[parquet]'; or save the table as .csv") from error
+    try:
+        with parquet.ParquetFile(source) as table:
+            header = table.schema_arrow.names
+            names = [header[position] for position in _find_columns(source.name, header, columns)]
+            number = 0
+            for batch in table.iter_batches(batch_size=16384, columns=names):
+                found = [batch.column(name).to_pylist() for name in names]
+                for values in zip(*found, strict=True):
+                    number += 1
+                    yield f"{source.name}:row {number}", [_cell(value) for value in values]
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError([Problem(f"is not a parquet table: {' '.join(str(error).split())}", str(source))]) from error
+
+
+def _cell(value: Any) -> str | None:
+    """A parquet value as csv would have it; null stays apart from an empty text."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list):
+        return SEPARATOR.join(_cell(item) or "" for item in value)
+    return None if value is None else str(value)
+
+
+def _find_columns(place: str, header: Sequence[str], columns: Sequence[tuple[str, str]]) -> list[int]:
+    """Where each wanted (recipe key, column) is in the header.
+
+    Raises:
+        DataError: a column is missing, or there twice.
+    """
     names = [name.strip() for name in header]
     problems = []
-    for key, name in wanted.items():
+    for key, name in columns:
         if names.count(name) == 1:
             continue
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         what = "is there twice" if name in names else f"is missing{hint}"
-        text = f"column {name!r} {what} (columns: {', '.join(names) or 'none'})"
-        problems.append(Problem(text, f"{source.name}:1", f"data.{key.split()[0]}"))
+        problems.append(Problem(f"column {name!r} {what} (columns: {', '.join(names) or 'none'})", place, f"data.{key.split()[0]}"))
     if problems:
         raise DataError(problems)
-    return {key: names.index(name) for key, name in wanted.items()}
-
-
-def _row_problems(source: Path, row: Mapping[str, str], wanted: Mapping[str, str | None], place: str) -> list[Problem]:
-    problems = []
-    if not row["image"]:
-        problems.append(Problem(f"no path in column {wanted['image']!r}", place))
-    elif not os.path.lexists(_locate(source, row["image"])):
-        problems.append(Problem(f"no such file: {_locate(source, row['image'])}", place))
-    if row["label"].lower() in ("", "nan"):
-        problems.append(Problem(f"no label in column {wanted['label']!r}{' (NaN)' if row['label'] else ''}", place))
-    if "group" in row and row["group"].lower() in ("", "nan"):
-        problems.append(Problem(f"no group in column {wanted['group']!r}; an image without one could be on both sides of the split", place))
-    problems += [Problem(text, place) for text in region_problems({wanted[key]: row[key] for key in REGION_KEYS if key in row})]
-    if "split" in row and row["split"].lower() not in _SPLITS:
-        problems.append(Problem(f"{row['split']!r} in column {wanted['split']!r} is not train, val or test", place))
-    return problems
-
-
-def _locate(source: Path, written: str) -> Path:
-    """The file that a row names, from the manifest's folder. Backslashes are tried as separators where the name itself is not there."""
-    path = source.parent / written
-    if "\\" in written and not os.path.lexists(path):
-        return source.parent / written.replace("\\", "/")
-    return path
-
-
-def _located(path: Path, folders: dict[str, str]) -> str:
-    """One text for one file, however its folder is written: relative, absolute, through links. `folders` remembers those seen.
-
-    A file that is a link itself is left as it is, as a copy would be: stores of files by content link alike images to one file.
-    """
-    folder = str(path.parent)
-    if folder not in folders:
-        folders[folder] = os.path.realpath(folder)
-    return os.path.join(folders[folder], path.name)
-
-
-def _entry(source: Path, row: Mapping[str, str], place: str) -> Entry:
-    path = _locate(source, row["image"])
-    name = Path(os.path.normpath(row["image"].replace("\\", "/") if "\\" in str(row["image"]) else row["image"])).as_posix()
-    split = _SPLITS[row["split"].lower()] if "split" in row else None
-    region = Region(*(whole_number(row[key]) for key in REGION_KEYS)) if REGION_KEYS[0] in row else None
-    return Entry(path, named(name, region), place, row["label"], row.get("group"), split, region)
+    return [names.index(name) for _, name in columns]

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import load_image, load_window
 from hiresvis.data.decode import OpenedImage, open_image
+from hiresvis.data.labels import Target
 from hiresvis.data.sources import Sample
 from hiresvis.data.survey import any_deep_images
 from hiresvis.data.transforms import Pipeline, sample_seed
@@ -33,7 +34,7 @@ class MicroBatch:
 
     Attributes:
         images: (b, h, w, c), uint8, or float32 in 0 to 1.
-        targets: (b,) int64; -1 where the label is not known.
+        targets: (b,) int64 class numbers, -1 where the label is not known; or (b, k) float64, the samples' tuples.
         indices: positions in the loader's samples.
         batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
             bad_images=skip unreadable files are left out of the count.
@@ -110,8 +111,7 @@ class ImageSource:
                 skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
         if problems and not self.skip:
             return Loaded(task, None, problems=tuple(problems))
-        labels = [_NO_LABEL if (label := self.samples[index].label) is None else label for index in kept]
-        targets = torch.tensor(labels, dtype=torch.int64)
+        targets = _stack_targets([self.samples[index].label for index in kept])
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
         images = stack(arrays, shape)
         batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
@@ -204,6 +204,13 @@ def _at_row(problem: Problem, sample: Sample) -> Problem:
     if sample.row == str(sample.path):
         return problem
     return Problem(f"{sample.path} {problem.message}", sample.row, problem.key)
+
+
+def _stack_targets(labels: Sequence[Target]) -> Tensor:
+    """One tensor; values stay as exact as their table has them."""
+    if labels and isinstance(labels[0], tuple):
+        return torch.tensor(labels, dtype=torch.float64)
+    return torch.tensor([_NO_LABEL if label is None else label for label in labels], dtype=torch.int64)
 
 
 def stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
+from hiresvis.data.labels import Target
 from hiresvis.data.micro_batch import load_sample
 from hiresvis.data.sources import Dataset, Sample
 from hiresvis.data.transforms import Pipeline, resize, sample_seed
@@ -17,6 +18,7 @@ from hiresvis.errors import DataError
 SIDE_PX = 224  # of one picture
 MOST_IMAGES = 36  # about 3 MB, with five pictures each
 IMAGES_PER_CLASS = 3
+IMAGES_OF_RANGE = 12  # of a regression
 DRAWS = 3
 _QUALITY = 80
 
@@ -26,7 +28,7 @@ class Shown:
     """One image of train.
 
     Attributes:
-        label: its class.
+        label: its class, or classes, or targets.
         name: as its source names it.
         whole: all of it, reduced. detail: the middle, pixel for pixel. draws: whole, augmented. Each is a JPEG data URI.
         error: why there are no pictures.
@@ -41,7 +43,7 @@ class Shown:
 
 
 def show_images(dataset: Dataset, pipeline: Pipeline, *, max_pixels: int, seed: int) -> Iterator[Shown]:
-    """A few images of each class, by the pipeline that training uses.
+    """A few images of each class, of each combination of classes, or over the range of the first target, by the pipeline of training.
 
     Args:
         dataset: the training split.
@@ -49,16 +51,26 @@ def show_images(dataset: Dataset, pipeline: Pipeline, *, max_pixels: int, seed: 
         max_pixels: larger images are refused.
         seed: of the run; the draws are those of the first epochs.
     """
-    positions: dict[int | None, list[int]] = {}
+    for position in _chosen(dataset):
+        sample = dataset.samples[position]
+        yield _show(sample, position, dataset.label_text(sample) or "none", pipeline, max_pixels, seed)
+
+
+def _chosen(dataset: Dataset) -> list[int]:
+    """Positions to show, in the order of labels."""
+    if dataset.task == "regress":
+        ranked = [position for _, position in sorted((values, position) for position, values in enumerate(dataset.values()))]
+        return sorted({ranked[number * (len(ranked) - 1) // (IMAGES_OF_RANGE - 1)] for number in range(IMAGES_OF_RANGE)}, key=ranked.index)
+    positions: dict[Target, list[int]] = {}
     for position, sample in enumerate(dataset.samples):
         positions.setdefault(sample.label, []).append(position)
-    labels = sorted(positions, key=lambda label: -1 if label is None else label)
+    labels = sorted(positions, key=lambda label: (label,) if isinstance(label, int) else label or ())
     each = max(1, min(IMAGES_PER_CLASS, MOST_IMAGES // max(1, len(labels))))
+    chosen: list[int] = []
     for label in labels[:MOST_IMAGES]:
         own = positions[label]
-        for position in sorted({own[number * len(own) // each] for number in range(each)}):
-            name = "" if label is None else dataset.classes[label]
-            yield _show(dataset.samples[position], position, name, pipeline, max_pixels, seed)
+        chosen += sorted({own[number * len(own) // each] for number in range(each)})
+    return chosen
 
 
 def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pixels: int, seed: int) -> Shown:

@@ -1,8 +1,8 @@
 """From folders and tables to lists of samples: what is an image, what is its label, and which split holds it.
 
-Two layouts are read: class folders (`train/cat/001.jpg`, see folders.py) and csv manifests (see manifest.py). Everything that can be
-known without opening an image is checked here, and all problems are reported at once. Class names come from the training data alone
-(or from an ordered list that the user gives), are matched by name, and their order is part of the result.
+Two layouts are read: class folders (`train/cat/001.jpg`, see folders.py) and csv or parquet manifests (see manifest.py). Everything that
+can be known without opening an image is checked here, and all problems are reported at once. Class names come from the training data
+alone (or from an ordered list that the user gives), are matched by name, and their order is part of the result.
 """
 
 from __future__ import annotations
@@ -11,18 +11,28 @@ import difflib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.data.folders import Entry, Scan, scan_class_folders, scan_unlabelled
-from hiresvis.data.manifest import read_manifest
+from hiresvis.data.folders import Scan, scan_class_folders, scan_unlabelled
+from hiresvis.data.labels import (
+    LabelReader,
+    Target,
+    class_names,
+    constant_targets,
+    label_text,
+    mean_and_std,
+    spread_of,
+    targets_of,
+    without_unseen,
+)
+from hiresvis.data.manifest import MANIFEST_SUFFIXES, read_manifest
 from hiresvis.data.regions import Region
-from hiresvis.data.split import split_fraction
+from hiresvis.data.split import split_as_before, split_fraction
 from hiresvis.errors import DataError, Problem
 
-MANIFEST_SUFFIXES = (".csv", ".tsv")
 MAX_PROBLEMS = 20
 
 
@@ -32,7 +42,8 @@ class Sample:
 
     Attributes:
         path: where the file is.
-        label: index into the classes; None where the label is not known (prediction).
+        label: index of the class; multilabel: 1.0 or 0.0 for each class; regress: the targets in their own units; None where the label is
+            not known (prediction).
         row: the place for messages: `train.csv:17`, or the path.
         group: patient, slide or site; never on both sides of a split.
         name: the path below the folder or as the table writes it, with forward slashes; with the region, where there is one.
@@ -40,7 +51,7 @@ class Sample:
     """
 
     path: Path
-    label: int | None
+    label: Target
     row: str
     group: str | None = None
     name: str = ""
@@ -58,7 +69,7 @@ class Dataset:
 
     Attributes:
         samples: in the order of relative paths (folders) or of rows (tables).
-        classes: the names, in the order that labels count in.
+        classes: the outputs' names, in the order that labels count in: classes, or for regress the targets.
         ignored: hidden and system files and folders (`.ipynb_checkpoints/`, `Thumbs.db`), by relative path.
         skipped_extensions: extension -> number of files that are no images by name.
         warnings: lines for people.
@@ -69,30 +80,57 @@ class Dataset:
     ignored: tuple[str, ...] = ()
     skipped_extensions: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    task: str = "classify"
 
     def __len__(self) -> int:
         return len(self.samples)
 
+    def label_text(self, sample: Sample) -> str:
+        """The label of one of the samples, as text."""
+        return label_text(sample.label, self.task, self.classes)
+
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this set from another: the number of files, and a hash of their names and classes, whatever their order."""
-        rows = sorted(f"{sample.name}\t{'' if sample.label is None else self.classes[sample.label]}\n" for sample in self.samples)
+        """What tells this set from another: the number of files, and a hash of their names and labels, whatever their order."""
+        rows = sorted(f"{sample.name}\t{self.label_text(sample)}\n" for sample in self.samples)
         return {"files": len(rows), "sha256": hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()}
 
     def class_counts(self) -> dict[str, int]:
-        """Samples per class, every class named, in the order of the classes."""
-        counts = Counter(sample.label for sample in self.samples)
-        return {name: counts.get(index, 0) for index, name in enumerate(self.classes)}
+        """Samples of each class, every class named, in the order of the classes; of none where the task has no classes."""
+        if self.task == "regress":
+            return {}
+        counts = Counter[str]()
+        for label, number in Counter(sample.label for sample in self.samples).items():
+            on = [label] if isinstance(label, int) else [index for index, flag in enumerate(label or ()) if flag]
+            counts.update({self.classes[index]: number for index in on})
+        return {name: counts[name] for name in self.classes}
+
+    def values(self) -> list[tuple[float, ...]]:
+        """The targets of regress, sample by sample."""
+        return [sample.label for sample in self.samples if isinstance(sample.label, tuple)]
+
+    def target_spread(self) -> dict[str, list[float]]:
+        """[min, median, max] of each target of regress; of none for other tasks."""
+        columns = zip(*self.values(), strict=True) if self.task == "regress" else ()
+        return {name: spread_of(column) for name, column in zip(self.classes, columns, strict=False)}
+
+    def target_scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each target of regress; nothing for other tasks."""
+        return mean_and_std(self.values()) if self.task == "regress" else ((), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """All splits with one list of classes. `findings` are warnings; what is an error was raised."""
+    """All splits with one list of classes. `findings` are warnings; what is an error was raised.
+
+    `is_drawn`: val was drawn from train's source as a share, so that only the names tell what is held out.
+    """
 
     train: Dataset
     val: Dataset
     test: Dataset | None
     classes: tuple[str, ...]
     findings: tuple[Problem, ...] = ()
+    is_drawn: bool = False
 
     def splits(self) -> dict[str, Dataset]:
         """The splits that exist, by name: train, val, test."""
@@ -105,33 +143,40 @@ def load_datasets(
     val: Path | float,
     test: Path | None = None,
     *,
+    task: str = "classify",
     image_column: str = "path",
-    label_column: str = "label",
+    label_column: str | Sequence[str] = "label",
     split_column: str | None = None,
     group_column: str | None = None,
     region_columns: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
     seed: int = 0,
     unseen: str = "error",
+    held_out: Collection[str] | None = None,
+    look_for_files: bool = True,
 ) -> Datasets:
-    """Reads all splits of a classification data set.
+    """Reads all splits of a data set.
 
     Args:
-        train: a folder of class folders, or a csv manifest.
-        val: another one, or the share of `train` to hold out: stratified by class, whole groups only, the same files for the same
-            seed whatever order the file system lists them in.
+        train: a csv or parquet manifest, or, to classify, a folder of class folders.
+        val: another one, or the share of `train` to hold out: stratified, whole groups only, the same files for the same seed whatever
+            order the file system lists them in.
         test: another one, or None.
-        image_column, label_column, split_column, group_column: columns of the manifests. Where `split_column` is given, the manifest
-            `train` holds all splits, and a `val` that is a share applies only when no row says val.
+        task: classify | multilabel | regress.
+        image_column, label_column, split_column, group_column: columns of the manifests; of labels, one or a list of them (see
+            `LabelReader`). Where `split_column` is given, the manifest `train` holds all splits, and a `val` that is a share applies only
+            when no row says val.
         region_columns: columns of the manifests with x, y, width and height of the part of the file that a row means.
-        classes: ordered class names; None: the sorted names found in `train`.
+        classes: ordered class names; None: those found in `train`.
         seed: of the held-out share.
         unseen: "error" or "drop": what to do with labels of val and test that train lacks.
+        held_out: names that an earlier start drew as the share; they are held out again, whatever else there is now.
+        look_for_files: False: manifests are read without asking whether their images are there.
 
     Raises:
         DataError: with everything that was found, places and counts.
     """
-    reader = _Reader(image_column, label_column, group_column, region_columns)
+    reader = _Reader(task, image_column, label_column, group_column, region_columns, look_for_files)
     scans, unread = _read_sources(reader, {"train": train, "val": val, "test": test}, split_column)
     if unread:
         raise DataError(unread)
@@ -142,35 +187,51 @@ def load_datasets(
                 f"data.split names the column {split_column!r}, and {train} is a folder; give a csv manifest or remove data.split"
             )
         scans = {**scans, **_by_split_column(scans["train"], train, val, test, findings)}
-    names = _class_names(scans["train"], train, classes, findings)
-    if "val" not in scans:
+    if not scans["train"].entries:
+        raise DataError([Problem(f"holds no images{_skipped_text(scans['train'])}", str(train), "data.train")])
+    names = class_names(scans["train"], train, task, classes, findings)
+    is_drawn = "val" not in scans
+    if is_drawn and held_out is not None:
+        scans["train"], scans["val"] = split_as_before(scans["train"], held_out, str(train))
+    elif is_drawn:
         assert not isinstance(val, Path)
-        scans["train"], scans["val"], notes = split_fraction(scans["train"], float(val), names, seed=seed, place=str(train))
+        scans["train"], scans["val"], notes = split_fraction(scans["train"], float(val), task=task, seed=seed, place=str(train))
         findings += [Problem(note, str(train), "data.val") for note in notes]
     _check_groups(scans)
-    datasets = {"train": _to_dataset(scans["train"], names)}
-    problems: list[Problem] = []
+    datasets = {"train": _to_dataset(scans["train"], task, names)}
+    problems = _nothing_to_learn(datasets["train"], str(train))
     for name in ("val", "test"):
         if name in scans:
-            datasets[name] = _to_dataset(_without_unseen(scans[name], name, names, unseen, findings, problems), names)
-            if not problems and not datasets[name].samples:
-                problems.append(Problem("holds no images", f"data.{name}"))
-    if len(names) == 1:
-        lone = f"{names[0]!r} is the only class; a classifier needs two: add images of another"
-        problems.insert(0, Problem(lone, str(train), "data.train"))
+            unknown: list[Problem] = []
+            datasets[name] = _to_dataset(without_unseen(scans[name], name, names, unseen, findings, unknown), task, names)
+            if not unknown and not datasets[name].samples:
+                unknown.append(Problem("holds no images", f"data.{name}"))
+            problems += unknown
     if problems:
         raise DataError(problems)
     for name, dataset in datasets.items():
         findings += [Problem(text, key=f"data.{name}") for text in dataset.warnings]
-    return Datasets(datasets["train"], datasets["val"], datasets.get("test"), names, tuple(findings))
+    return Datasets(datasets["train"], datasets["val"], datasets.get("test"), names, tuple(findings), is_drawn)
+
+
+def _nothing_to_learn(train: Dataset, place: str) -> list[Problem]:
+    """A classifier of one class, labels that are never given, targets of one value."""
+    if train.task == "regress":
+        return constant_targets(train.values(), train.classes, place)
+    if train.task == "classify" and len(train.classes) == 1:
+        return [Problem(f"{train.classes[0]!r} is the only class; a classifier needs two: add images of another", place, "data.train")]
+    if not train.classes:
+        return [Problem("no row names a class; write names such as a|b in the column of data.label", place, "data.label")]
+    return []
 
 
 def load_dataset(
     source: Path,
     *,
     classes: Sequence[str],
+    task: str = "classify",
     image_column: str = "path",
-    label_column: str = "label",
+    label_column: str | Sequence[str] = "label",
     region_columns: Sequence[str] | None = None,
     unseen: str = "error",
 ) -> Dataset:
@@ -179,15 +240,15 @@ def load_dataset(
     Raises:
         DataError: as `load_datasets`.
     """
-    scan = _Reader(image_column, label_column, None, region_columns).read(source, None)
+    scan = _Reader(task, image_column, label_column, None, region_columns, True).read(source, None)
     problems: list[Problem] = []
     findings: list[Problem] = []
-    kept = _without_unseen(scan, "data", tuple(classes), unseen, findings, problems)
+    kept = without_unseen(scan, "data", tuple(classes), unseen, findings, problems)
     if problems:
         raise DataError(problems)
-    dataset = _to_dataset(kept, tuple(classes))
+    dataset = _to_dataset(kept, task, tuple(classes))
     if not dataset.samples:
-        raise DataError(f"{source} holds no images of the classes {', '.join(classes)}")
+        raise DataError(f"{source} holds no images" + ("" if task == "regress" else f" of the classes {', '.join(classes)}"))
     return replace(dataset, warnings=(*dataset.warnings, *(finding.message for finding in findings)))
 
 
@@ -203,7 +264,7 @@ def load_unlabelled(paths: Sequence[Path]) -> Dataset:
     scan = scan_unlabelled(paths)
     if not scan.entries:
         raise DataError(f"no images in {', '.join(str(path) for path in paths)}{_skipped_text(scan)}")
-    return _to_dataset(scan, ())
+    return _to_dataset(scan, "classify", ())
 
 
 def limited(problems: Sequence[Problem], limit: int = MAX_PROBLEMS) -> list[Problem]:
@@ -216,10 +277,12 @@ def limited(problems: Sequence[Problem], limit: int = MAX_PROBLEMS) -> list[Prob
 class _Reader:
     """Reads either layout with one set of column names."""
 
+    task: str
     image_column: str
-    label_column: str
+    label_column: str | Sequence[str]
     group_column: str | None
     region_columns: Sequence[str] | None
+    look_for_files: bool
 
     def read(self, source: Path, split_column: str | None) -> Scan:
         if not source.exists():
@@ -227,6 +290,10 @@ class _Reader:
             hint = f"; did you mean {source.parent / near[0]}?" if near else ""
             raise DataError([Problem(f"does not exist{hint}", str(source))])
         if source.is_dir():
+            if self.task != "classify":
+                raise DataError(
+                    [Problem(f"a folder: class folders give one class an image, and the task is {self.task}; give a manifest", str(source))]
+                )
             if self.group_column is not None:
                 raise DataError(
                     f"data.group names the column {self.group_column!r}, and {source} is a folder; give a csv manifest or remove data.group"
@@ -238,15 +305,16 @@ class _Reader:
                 )
             return scan_class_folders(source)
         if source.suffix.lower() not in MANIFEST_SUFFIXES:
-            known = "a folder of class folders, a .csv or a .tsv manifest"
+            known = f"a folder of class folders, {' and '.join(MANIFEST_SUFFIXES)} manifests"
             raise DataError([Problem(f"a {source.suffix or 'nameless'} file is no data source; known are {known}", str(source))])
         scan, problems = read_manifest(
             source,
             image_column=self.image_column,
-            label_column=self.label_column,
+            labels=LabelReader(self.task, self.label_column),
             group_column=self.group_column,
             split_column=split_column,
             region_columns=self.region_columns,
+            look_for_files=self.look_for_files,
         )
         if problems:
             raise DataError(limited(problems))
@@ -296,51 +364,6 @@ def _by_split_column(scan: Scan, train: Path, val: Path | float, test: Path | No
     return {name: replace(scan, entries=tuple(rows)) for name, rows in parts.items() if rows or name == "train"}
 
 
-def _class_names(scan: Scan, train: Path, given: Sequence[str] | None, findings: list[Problem]) -> tuple[str, ...]:
-    """The classes in order: the given list, or the sorted names of train, empty class folders included."""
-    if not scan.entries:
-        raise DataError([Problem(f"holds no images{_skipped_text(scan)}", str(train), "data.train")])
-    found = Counter(str(entry.label) for entry in scan.entries)
-    names = tuple(given) if given is not None else tuple(sorted({*found, *scan.folders}))
-    extra = sorted(set(found) - set(names))
-    if extra:
-        counts = ", ".join(f"{name} ({found[name]} images)" for name in extra)
-        raise DataError(
-            [Problem(f"data.classes lacks classes that train holds: {counts}; add them or remove the files", str(train), "data.classes")]
-        )
-    if len(set(names)) != len(names):
-        twice = sorted(name for name, count in Counter(names).items() if count > 1)
-        raise DataError([Problem(f"given twice: {', '.join(twice)}", key="data.classes")])
-    findings += [
-        Problem(f"class {name!r} has no images; it stays a class, and the model cannot learn it", str(train), "data.train")
-        for name in names
-        if not found[name]
-    ]
-    return names
-
-
-def _without_unseen(
-    scan: Scan, split: str, classes: tuple[str, ...], unseen: str, findings: list[Problem], problems: list[Problem]
-) -> Scan:
-    """The scan without the labels that train lacks; what they are goes to `findings` (drop) or `problems` (error)."""
-    known = set(classes)
-    strange = Counter(str(entry.label) for entry in scan.entries if entry.label not in known)
-    if not strange:
-        return scan
-    parts = []
-    for name, count in sorted(strange.items()):
-        near = difflib.get_close_matches(name, classes, n=1, cutoff=0.6) or [
-            known_name for known_name in classes if known_name.lower() == name.lower()
-        ]
-        parts.append(f"{name!r} ({count} images{f'; did you mean {near[0]!r}?' if near else ''})")
-    text = f"labels that train lacks: {', '.join(parts)}; train has {', '.join(repr(name) for name in classes)}"
-    if unseen == "drop":
-        findings.append(Problem(f"{sum(strange.values())} images dropped, {text}", key=f"data.{split}"))
-    else:
-        problems.append(Problem(f"{text}. Correct the labels, or set data.unseen: drop to leave these images out", key=f"data.{split}"))
-    return replace(scan, entries=tuple(entry for entry in scan.entries if entry.label in known))
-
-
 def _check_groups(scans: Mapping[str, Scan]) -> None:
     """Groups never straddle splits.
 
@@ -366,15 +389,13 @@ def _check_groups(scans: Mapping[str, Scan]) -> None:
         raise DataError(limited(problems))
 
 
-def _to_dataset(scan: Scan, classes: tuple[str, ...]) -> Dataset:
-    index = {name: position for position, name in enumerate(classes)}
-    samples = tuple(_to_sample(entry, index) for entry in scan.entries)
-    return Dataset(samples, classes, scan.ignored, dict(scan.skipped), scan.warnings)
-
-
-def _to_sample(entry: Entry, index: Mapping[str, int]) -> Sample:
-    label = None if entry.label is None else index[entry.label]
-    return Sample(entry.path, label, entry.row, entry.group, entry.name, entry.region)
+def _to_dataset(scan: Scan, task: str, classes: tuple[str, ...]) -> Dataset:
+    targets = targets_of((entry.label for entry in scan.entries), task, classes)
+    samples = tuple(
+        Sample(entry.path, target, entry.row, entry.group, entry.name, entry.region)
+        for entry, target in zip(scan.entries, targets, strict=True)
+    )
+    return Dataset(samples, classes, scan.ignored, dict(scan.skipped), scan.warnings, task)
 
 
 def _skipped_text(scan: Scan) -> str:

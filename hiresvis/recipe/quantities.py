@@ -200,7 +200,7 @@ def path_or_share() -> Kind:
     def parse(value: Any) -> str | float:
         share = _percent(value) if isinstance(value, str) else None
         if isinstance(value, str) and share is None:
-            path: str = text(empty_is=f"give {expected}", later_suffixes=(".parquet",)).parse(value)
+            path: str = text(empty_is=f"give {expected}").parse(value)
             return path
         found = share if share is not None else finite(value, expected)
         if not 0 < found < 1:

@@ -8,6 +8,8 @@ from typing import Any
 
 from hiresvis.recipe.quantities import dump_share
 from hiresvis.recipe.schema import Recipe
+from hiresvis.recipe.tasks import LOSSES, METRICS
+from hiresvis.recipe.values import either, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     """
     yield from _manifest_columns(recipe, given)
     yield from _splits(recipe, given)
+    yield from _task(recipe)
     data = recipe.data
     if data.fit != "tile" and dump_share(data.overlap) != type(data).model_fields["overlap"].default:
         message = f"{dump_share(data.overlap)} beside data.fit: {data.fit}, which has no neighbours; delete it, or set data.fit: tile"
@@ -42,7 +45,7 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
 
 
 def _is_manifest(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().endswith(".csv")
+    return isinstance(value, str) and value.lower().endswith((".csv", ".tsv", ".parquet"))
 
 
 def _manifest_columns(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
@@ -52,16 +55,17 @@ def _manifest_columns(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
             name = getattr(data, column)
             if f"data.{column}" in given and name != type(data).model_fields[column].default:
                 name = ", ".join(name) if isinstance(name, tuple) else name
-                message = f"{name} names a manifest column, and data.train ({data.train}) is no .csv; give one, or delete this key"
-                yield BrokenRule(f"data.{column}", message, ("data.train", "data.val", "data.test"))
+                what = f"{name} names a manifest column, and data.train ({data.train}) is no .csv, .tsv or .parquet"
+                yield BrokenRule(f"data.{column}", f"{what}; give one, or delete this key", ("data.train", "data.val", "data.test"))
         return
     columns: dict[str, str] = {}
-    named = [(column, getattr(data, column)) for column in ("image", "label", "split", "group")]
-    for column, name in [*named, *(("region", part) for part in data.region or ())]:
-        if name is not None and name in columns:
-            yield BrokenRule(f"data.{column}", f"{name} is also the column of data.{columns[name]}; give each its own")
-        elif name is not None:
-            columns[name] = column
+    for column in ("image", "label", "split", "group", "region"):
+        value = getattr(data, column)
+        for name in value if isinstance(value, tuple) else (value,):
+            if name is not None and name in columns:
+                yield BrokenRule(f"data.{column}", f"{name} is also the column of data.{columns[name]}; give each its own")
+            elif name is not None:
+                columns[name] = column
 
 
 def _splits(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
@@ -76,3 +80,26 @@ def _splits(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
         elif path == data.train:
             message = f"{path} is data.train as well; give other images{', or a share such as 0.15' * (name == 'val')}"
             yield BrokenRule(f"data.{name}", message, ("data.train",))
+
+
+def _task(recipe: Recipe) -> Iterator[BrokenRule]:
+    """Values that belong to another task. The resolved recipe gives every key, so only values count here, not what was given."""
+    task, data, optim = recipe.task, recipe.data, recipe.optim
+    for key, value, table in (("optim.loss", optim.loss, LOSSES), ("train.metric", recipe.train.metric, METRICS)):
+        if value != "auto" and value not in table[task]:
+            owners = either([name for name, words in table.items() if value in words])
+            message = f"{value} belongs to task {owners}, and the task is {task}; write {either(['auto', *table[task]])}"
+            yield BrokenRule(key, message, ("task",))
+    if task == "classify" and isinstance(data.label, tuple):
+        message = f"{shown(list(data.label))} is a list of columns, and an image of task classify has one class; give one column"
+        yield BrokenRule("data.label", message, ("task",))
+    if task == "regress" and data.classes != "auto":
+        yield BrokenRule("data.classes", "the task is regress, which has no classes; delete this key", ("task",))
+    if task == "regress" and optim.label_smoothing:
+        message = f"{optim.label_smoothing:g} spreads a label over classes, and task regress has none; delete this key"
+        yield BrokenRule("optim.label_smoothing", message, ("task",))
+    for name in ("train", "val", "test") if task != "classify" else ():
+        path = getattr(data, name)
+        if isinstance(path, str) and not _is_manifest(path):
+            message = f"{path} is no .csv, .tsv or .parquet; class folders give one class an image, and the task is {task}"
+            yield BrokenRule(f"data.{name}", message, ("task",))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hiresvis.recipe import quantities, structures, values
+from hiresvis.recipe.tasks import LOSSES, METRICS, TASKS, words_of
 
 Auto = Literal["auto"]
 
@@ -29,13 +30,17 @@ class Section(BaseModel):
 class Data(Section):
     """Where the images are and how they are read."""
 
-    train: Annotated[str, values.text(later_suffixes=(".parquet",))] = Field(description="Class folders, or a .csv manifest.")
+    train: Annotated[str, values.text()] = Field(description="Class folders, or a manifest: .csv, .tsv or .parquet.")
     val: Annotated[str | float, quantities.path_or_share()] = _key(
         0.15, "Like train; or the share of the training images to hold out: stratified, by group, seeded."
     )
-    test: Annotated[str | None, values.text(nullable=True, later_suffixes=(".parquet",))] = _key(None, "Like train; used once, at the end.")
+    test: Annotated[str | None, values.text(nullable=True)] = _key(None, "Like train; used once, at the end.")
     image: Annotated[str, values.text()] = _key("path", "Manifest column with the image paths.")
-    label: Annotated[str, values.text()] = _key("label", "Manifest column with the class names.")
+    label: Annotated[str | tuple[str, ...], structures.text_or_names()] = _key(
+        "label",
+        "Manifest column with the class name; multilabel: one column of names such as a|b, or a list of columns of 0 and 1; "
+        "regress: one column of numbers, or a list of them.",
+    )
     split: Annotated[str | None, values.text(nullable=True)] = _key(None, "Manifest column that says train, val or test.")
     group: Annotated[str | None, values.text(nullable=True)] = _key(
         None, "Manifest column with the patient, slide or site: never on both sides of a split."
@@ -44,7 +49,7 @@ class Data(Section):
         None, "Manifest columns with x, y, width and height of the part of the image that a row means, in its own pixels as shown."
     )
     classes: Annotated[Auto | tuple[str, ...], structures.names(word="auto")] = _key(
-        "auto", "Class names in order; auto: those of train, sorted. Saved with the model."
+        "auto", "Class names in order; auto: those of train, sorted, or the columns of data.label. Saved with the model."
     )
     channels: Annotated[Auto | int, values.whole("auto", low=1)] = _key("auto", "Channels the model sees; auto: from the images.")
     scale: Annotated[str | tuple[float, float], structures.scale()] = _key(
@@ -142,10 +147,9 @@ class Optim(Section):
     )
     warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
     clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")
-    loss: Annotated[
-        Literal["auto", "cross_entropy"],
-        values.choice("auto", "cross_entropy", later=("bce", "focal", "mse", "l1", "huber", "dice", "dice_ce", "asl")),
-    ] = _key("auto", "The loss; auto: from the task.")
+    loss: Annotated[str, values.choice("auto", *words_of(LOSSES), later=("focal", "dice", "dice_ce", "asl"))] = _key(
+        "auto", "The loss; auto: cross_entropy to classify, bce for multilabel, huber to regress."
+    )
     label_smoothing: Annotated[float, values.real(low=0, below=1)] = _key(0.0, "Share of the target spread over all classes.")
     mixup: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "Mixup.")
     cutmix: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "CutMix.")
@@ -180,10 +184,9 @@ class Train(Section):
         "auto", "Moving average of the weights; auto: off today."
     )
     early_stop: EarlyStop | None = _key(EarlyStop(), "null: every epoch is trained.")
-    metric: Annotated[
-        str,
-        values.choice("auto", "accuracy", "balanced_accuracy", "macro_f1", "auroc", "kappa", later=("map", "mae", "r2", "miou", "dice")),
-    ] = _key("auto", "The metric that decides which epoch is best.")
+    metric: Annotated[str, values.choice("auto", *words_of(METRICS), later=("miou", "dice"))] = _key(
+        "auto", "The metric that decides which epoch is best; auto: from the task."
+    )
     resize: Annotated[None, values.only(None, refusal="is not there yet; today: null")] = _key(None, "Progressive image size.")
     max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(
         None, "The run ends in order after this time, such as 3h45m."
@@ -219,8 +222,8 @@ class Recipe(Section):
     version: Annotated[int, values.only(1, refusal="is not a version of the recipe format that this release reads; write 1")] = _key(
         1, "Version of the recipe format."
     )
-    task: Annotated[Literal["classify"], values.choice("classify", later=("multilabel", "regress", "segment"))] = Field(
-        description="What is learnt."
+    task: Annotated[str, values.choice(*TASKS, later=("segment",))] = Field(
+        description="What is learnt: one class an image, any number of them, or numbers."
     )
     data: Data = Field(description="Where the images are and how they are read.")
     model: Model = Field(description="The network and what of it is trained.")

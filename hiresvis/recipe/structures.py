@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hiresvis.recipe.values import Kind, any_of, at, choice, finite, refuse_word, shown, what, whole
+from hiresvis.recipe.values import Kind, any_of, at, choice, finite, refuse_word, shown, text, what, whole
 
 NAMED_COLOURS: Mapping[str, tuple[int, int, int]] = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128)}
 
@@ -87,6 +87,20 @@ def names(*, word: str | None = None, low: int = 1) -> Kind:
 
     array = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": low}
     return Kind(parse, any_of((word,) if word else (), False, array), lambda value: list(value) if isinstance(value, tuple) else value)
+
+
+def text_or_names() -> Kind:
+    """One text, or a list of different texts (as a tuple)."""
+    several, one = names(), text()
+
+    def parse(value: Any) -> str | tuple[str, ...]:
+        if isinstance(value, list | tuple):
+            found: tuple[str, ...] = several.parse(value)
+            return found
+        name: str = one.parse(value)
+        return name
+
+    return Kind(parse, any_of((), False, one.json, several.json), several.dump)
 
 
 def columns(*parts: str) -> Kind:

@@ -144,7 +144,7 @@ def only(known: int | str | None, *, also: str = "", refusal: str) -> Kind:
     return Kind(parse, any_of((also,) if also else (), known is None, *([] if known is None else [{"const": known}])))
 
 
-def text(*, empty_is: str = "", nullable: bool = False, later_suffixes: Sequence[str] = ()) -> Kind:
+def text(*, empty_is: str = "", nullable: bool = False) -> Kind:
     """Text of at least one character."""
 
     def parse(value: Any) -> str | None:
@@ -156,9 +156,6 @@ def text(*, empty_is: str = "", nullable: bool = False, later_suffixes: Sequence
             raise ValueError(f"{shown(value)} is {what(value)}; give text{' or null' if nullable else ''}")
         if not value.strip():
             raise ValueError(f"an empty text; {empty_is or 'give a name'}")
-        for suffix in later_suffixes:
-            if value.lower().endswith(suffix):
-                raise ValueError(f"{shown(value)}: {suffix} is not there yet; today: class folders or a .csv manifest")
         return value
 
     return Kind(parse, {"type": ["string", "null"] if nullable else "string", "minLength": 1})

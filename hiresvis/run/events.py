@@ -26,7 +26,7 @@ class RunStarted(Event):
     model: str
     image_size: tuple[int, int]
     task: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the outputs; to regress, of the targets
     num_train: int
     num_val: int
     epochs: int
@@ -35,6 +35,12 @@ class RunStarted(Event):
     budget_bytes: int
     capacity_bytes: int
     resumed_from_epoch: int | None = None  # whole epochs done before; None: a new run
+
+    @property
+    def outputs(self) -> str:
+        """What the network says, counted: `3 classes`, `1 target`."""
+        one, several = ("target", "targets") if self.task == "regress" else ("class", "classes")
+        return f"{len(self.classes)} {one if len(self.classes) == 1 else several}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def describe(event: Event) -> str:
             height, width = event.image_size
             return (
                 f"run {event.run_name}: {event.model} at {width}x{height} px, {event.num_train} training and {event.num_val} validation "
-                f"images of {len(event.classes)} classes, {event.epochs} epochs, batch {event.batch or 'auto'}, on {event.device}, "
+                f"images, {event.outputs}, {event.epochs} epochs, batch {event.batch or 'auto'}, on {event.device}, "
                 f"budget {format_size(event.budget_bytes)}{again}"
             )
         case AutoResolved():
@@ -54,7 +54,7 @@ def describe(event: Event) -> str:
         case EpochStarted():
             return f"epoch {event.epoch}: {event.num_steps} steps" + (f", from step {event.first_step}" if event.first_step > 1 else "")
         case Evaluated():
-            best = " (best)" if event.is_best else f" (best {event.best_value:.4f} at epoch {event.best_epoch})"
+            best = " (best)" if event.is_best else f" (best {_number(event.best_value)} at epoch {event.best_epoch})"
             return f"epoch {event.epoch}: {event.split} loss {event.loss:.4f}, {_numbers(event.metrics)}; {event.metric} decides{best}"
         case EpochDone():
             return (
@@ -65,7 +65,7 @@ def describe(event: Event) -> str:
             test = f"; test {_numbers(event.test_metrics)}" if event.test_metrics else ""
             return (
                 f"finished ({event.reason}) after {event.epochs} epochs, {format_duration(event.seconds)}: "
-                f"best {event.metric} {event.best_value:.4f} at epoch {event.best_epoch}{test}; peak "
+                f"best {event.metric} {_number(event.best_value)} at epoch {event.best_epoch}{test}; peak "
                 f"{format_size(event.predicted_peak_bytes)} predicted, {format_size(event.measured_peak_bytes)} measured"
             )
         case RunInterrupted():
@@ -74,4 +74,13 @@ def describe(event: Event) -> str:
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: float) -> str:
+    """Four decimals; an error in the units of a small target keeps its digits.
+
+    >>> _number(0.97312), _number(0.0000213)
+    ('0.9731', '2.13e-05')
+    """
+    return f"{value:.2e}" if 0 < abs(value) < 5e-4 else f"{value:.4f}"

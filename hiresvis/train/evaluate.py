@@ -12,42 +12,36 @@ from torch import Tensor, nn
 
 from hiresvis.train.batches import fetch
 from hiresvis.train.joining import WindowJoin
-from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.metrics import compute_metrics
-from hiresvis.train.step import LossFn, TrainStep
+from hiresvis.train.step import TrainStep
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample's result. label and predicted are class numbers; score is the predicted class's probability."""
-
-    path: str
-    label: int
-    predicted: int
-    score: float
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Result of a split.
+    """Result of a split, sample by sample in the loader's order.
 
     Attributes:
+        task: classify | multilabel | regress.
         loss: mean per-sample loss.
         metrics: by name, see `metrics.METRICS`.
-        rows: one per sample, in the loader's order.
-        scores: (n, classes) float32 probabilities, CPU.
+        names: of the samples.
+        targets: (n,) int64 class numbers; multilabel: (n, k) of 0 and 1; regress: (n, k) in their own units.
+        scores: (n, k): probabilities, or predicted values in the targets' units.
+        losses: (n,) float32.
     """
 
+    task: str
     loss: float
     metrics: Mapping[str, float]
-    rows: tuple[Row, ...]
+    names: tuple[str, ...]
+    targets: Tensor
     scores: Tensor
+    losses: Tensor
 
 
-def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str, loss_fn: LossFn | None = None) -> Evaluation:
+def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str) -> Evaluation:
     """`evaluation_steps` run to its end."""
-    steps = evaluation_steps(step, loader, name_of=name_of, loss_fn=loss_fn)
+    steps = evaluation_steps(step, loader, name_of=name_of)
     while True:
         try:
             next(steps)
@@ -55,18 +49,16 @@ def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = st
             return done.value
 
 
-def evaluation_steps(
-    step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str, loss_fn: LossFn | None = None
-) -> Generator[tuple[int, int], None, Evaluation]:
+def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str) -> Generator[tuple[int, int], None, Evaluation]:
     """Evaluates a split batch by batch, in eval mode; every module's mode and the random state are put back.
 
-    Losses are taken in float32 from the logits (of an image in windows: their mean), sums and metrics on the CPU over the whole split.
+    Losses are taken from float32 outputs (of an image in windows: their mean), without smoothing, so that runs can be compared; sums and
+    metrics on the CPU over the whole split.
 
     Args:
-        step: its model and precision are used; nothing is trained.
+        step: its model, precision and loss are used; nothing is trained.
         loader: yields items with images, targets and indices.
         name_of: a sample's index to its path.
-        loss_fn: per-sample loss; plain cross entropy where None (no smoothing, no class weights: comparable between runs).
 
     Yields:
         (batches done, batches in all) after each batch.
@@ -74,27 +66,23 @@ def evaluation_steps(
     Returns:
         The evaluation.
     """
-    loss_fn = CrossEntropy() if loss_fn is None else loss_fn
-    logits_of: list[Tensor] = []
+    outputs_of: list[Tensor] = []
     targets_of: list[Tensor] = []
     indices: list[int] = []
     join = WindowJoin()
     with eval_mode(step.model):
         for done, item in enumerate(fetch(loader), start=1):
             complete, joined, labels = join.add(item, step.predict(item.images).cpu())
-            logits_of.append(joined)
+            outputs_of.append(joined)
             targets_of.append(labels)
             indices.extend(int(index) for index in complete)
             yield done, len(loader)
     if not indices:
         raise ValueError("the split to evaluate is empty")
-    logits, targets = torch.cat(logits_of), torch.cat(targets_of).cpu()
-    losses = loss_fn(logits, targets)
-    scores = logits.softmax(dim=1)
-    best, predicted = scores.max(dim=1)
-    columns = zip(indices, targets.tolist(), predicted.tolist(), best.tolist(), losses.tolist(), strict=True)
-    rows = tuple(Row(name_of(index), label, chosen, score, loss) for index, label, chosen, score, loss in columns)
-    return Evaluation(float(losses.double().mean()), compute_metrics(scores, targets), rows, scores)
+    outputs, targets = torch.cat(outputs_of), torch.cat(targets_of).cpu()
+    losses, scores = step.loss_fn.plain(outputs, targets), step.loss_fn.scores(outputs)
+    task, names = step.loss_fn.task, tuple(name_of(index) for index in indices)
+    return Evaluation(task, float(losses.double().mean()), compute_metrics(task, scores, targets), names, targets, scores, losses)
 
 
 @contextmanager

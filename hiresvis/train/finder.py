@@ -359,7 +359,7 @@ class Finder:
         return seconds
 
     def _train_step(self, plan: CheckpointPlan, passes: int) -> float:
-        targets = torch.zeros(plan.micro_batch, dtype=torch.int64)
+        targets = self.step.loss_fn.blank_targets(plan.micro_batch)
         started = self.clock()
         for _ in range(passes):
             images = self._images(plan.micro_batch)

@@ -1,15 +1,17 @@
-"""Classification metrics over a whole split at once, so that no figure depends on the evaluation batch size."""
+"""Metrics of each task over a whole split at once, so that no figure depends on the evaluation batch size."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torchmetrics.functional import classification as tm
+from torchmetrics.functional import regression as tr
 
+THRESHOLD = 0.5  # multilabel: a class is predicted where its probability is at least this
 _IMBALANCE = 3.0  # largest class over smallest, above which accuracy hides the small ones
 
 
@@ -47,32 +49,82 @@ def kappa(scores: Tensor, targets: Tensor) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-METRICS: Mapping[str, Callable[[Tensor, Tensor], float]] = {
-    "accuracy": accuracy,
-    "balanced_accuracy": balanced_accuracy,
-    "macro_f1": macro_f1,
-    "auroc": auroc,
-    "kappa": kappa,
+def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
+    """Mean over the classes that have samples of the area under precision against recall; NaN where none has."""
+    columns = [label for label in range(scores.shape[1]) if targets[:, label].any()]
+    return _mean(tm.binary_average_precision(scores[:, label], targets[:, label]) for label in columns)
+
+
+def label_auroc(scores: Tensor, targets: Tensor) -> float:
+    """Mean area under the ROC curve over the classes that have samples on both sides; NaN where none has."""
+    columns = [label for label in range(scores.shape[1]) if targets[:, label].any() and not targets[:, label].all()]
+    return _mean(tm.binary_auroc(scores[:, label], targets[:, label]) for label in columns)
+
+
+def label_f1(scores: Tensor, targets: Tensor) -> float:
+    """Mean F1 over the classes that occur as label or as prediction; NaN where none does."""
+    predicted = scores >= THRESHOLD
+    columns = [label for label in range(scores.shape[1]) if targets[:, label].any() or predicted[:, label].any()]
+    return _mean(tm.binary_f1_score(predicted[:, label].long(), targets[:, label]) for label in columns)
+
+
+def exact_match(scores: Tensor, targets: Tensor) -> float:
+    """Share of samples whose classes are all right."""
+    return float(((scores >= THRESHOLD) == targets.bool()).all(dim=1).double().mean())
+
+
+def mae(scores: Tensor, targets: Tensor) -> float:
+    """Mean absolute error, the mean over targets, in their own units."""
+    return float(tr.mean_absolute_error(scores, targets))
+
+
+def rmse(scores: Tensor, targets: Tensor) -> float:
+    """Root of the mean squared error, the mean over targets, in their own units."""
+    return float(tr.mean_squared_error(scores, targets, squared=False, num_outputs=scores.shape[1]).mean())
+
+
+def r2(scores: Tensor, targets: Tensor) -> float:
+    """Share of the variance explained, the mean over targets; NaN of a single sample."""
+    if len(targets) < 2:
+        return math.nan
+    # torchmetrics takes a difference of sums of squares, which has no digits for values far from 0, and takes sums below 1e-4 for 0.
+    middle, spread = targets.mean(dim=0), targets.std(dim=0, correction=0)
+    spread = torch.where(spread > 0, spread, 1.0)
+    return float(tr.r2_score((scores - middle) / spread, (targets - middle) / spread))
+
+
+METRICS: Mapping[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
+    "classify": {"accuracy": accuracy, "balanced_accuracy": balanced_accuracy, "macro_f1": macro_f1, "auroc": auroc, "kappa": kappa},
+    "multilabel": {"map": mean_average_precision, "auroc": label_auroc, "macro_f1": label_f1, "accuracy": exact_match},
+    "regress": {"mae": mae, "rmse": rmse, "r2": r2},
 }
-HIGHER_IS_BETTER: Mapping[str, bool] = dict.fromkeys(METRICS, True)
+HIGHER_IS_BETTER: Mapping[str, bool] = {name: name not in ("mae", "rmse") for metrics in METRICS.values() for name in metrics}
 
 
-def compute_metrics(scores: Tensor, targets: Tensor) -> dict[str, float]:
+def compute_metrics(task: str, scores: Tensor, targets: Tensor) -> dict[str, float]:
     """All metrics of a split.
 
     Args:
-        scores: (n, classes) float32 probabilities on the CPU.
-        targets: (n,) int64.
+        task: classify | multilabel | regress.
+        scores: (n, k) on the CPU: probabilities, or values in the targets' units.
+        targets: (n,) int64 to classify, else (n, k).
     """
-    return {name: compute(scores, targets) for name, compute in METRICS.items()}
+    if task == "multilabel":
+        targets = targets.long()
+    return {name: compute(scores, targets) for name, compute in METRICS[task].items()}
 
 
-def auto_metric(class_counts: Sequence[int]) -> tuple[str, str]:
+def auto_metric(task: str, class_counts: Sequence[int]) -> tuple[str, str]:
     """The metric that decides which epoch is best, and the reason.
 
     Args:
+        task: classify | multilabel | regress.
         class_counts: training samples of each class; empty classes are left out.
     """
+    if task == "multilabel":
+        return "map", "it ranks the images of each class and needs no threshold, and rare classes count as much as frequent ones"
+    if task == "regress":
+        return "mae", "the error in the targets' own units; lower is better"
     counts = [count for count in class_counts if count]
     if not counts:
         return "accuracy", "no class has samples"
@@ -89,6 +141,11 @@ def is_better(metric: str, value: float, than: float | None) -> bool:
     if math.isnan(value) or math.isnan(than):
         return math.isnan(than) and not math.isnan(value)
     return value > than if HIGHER_IS_BETTER[metric] else value < than
+
+
+def _mean(values: Iterable[Tensor]) -> float:
+    found = [float(value) for value in values]
+    return sum(found) / len(found) if found else math.nan
 
 
 def _present(scores: Tensor, targets: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hiresvis.device import AUTOCAST_DTYPES
+from hiresvis.train.losses import Loss
 from hiresvis.train.state import pack_rng, unpack_rng
 
 Precision = Literal["fp32", "bf16", "fp16"]
-LossFn = Callable[[Tensor, Tensor], Tensor]
 Prepare = Callable[[Tensor], Tensor]
 
 
@@ -55,7 +55,7 @@ class TrainStep:
     Args:
         model: in the mode that the caller has set; never switched here.
         optimizer: over the model's trainable parameters.
-        loss_fn: logits (b, classes) float32 and targets (b,) to per-sample losses (b,).
+        loss_fn: outputs (b, k) float32 and targets, as the loader gives them, to per-sample losses (b,).
         prepare: images as the loader gives them, already on the device, to the model's input (b, c, h, w).
         device: where the model is.
         precision: fp32, or autocast to bf16 or fp16 (fp16 with a loss scaler).
@@ -66,7 +66,7 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
+        loss_fn: Loss,
         *,
         prepare: Prepare,
         device: torch.device,
@@ -88,7 +88,7 @@ class TrainStep:
 
         Args:
             images: (b, h, w, c) as the loader gives them.
-            targets: (b,) int64.
+            targets: (b,) int64, or (b, k) float64.
             batch_images: images in the whole batch that the optimizer sees.
 
         Returns:
@@ -170,7 +170,7 @@ class TrainStep:
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
-        """Logits (b, classes) float32 on the device, at the step's precision. The model's mode is the caller's."""
+        """Outputs (b, k) float32 on the device, at the step's precision. The model's mode is the caller's."""
         inputs = self._to_device(images)
         with self._autocast():
             return self.model(inputs).float()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from hiresvis.ui.state import RunState
-from hiresvis.ui.svg import Curve, Scale, drawing, element, frame, line_chart, ticks
+from hiresvis.ui.svg import BOTTOM, LEFT, RIGHT, TOP, Curve, Scale, drawing, element, frame, line_chart, tick_text, ticks
 from hiresvis.ui.text import number, shorten
 from hiresvis.units import GIB, KIB, MIB, format_size
 
 PLAN_WIDTH, PLAN_HEIGHT = 1080, 344
 BAR_WIDTH, BAR_LEFT = 1080, 92
+SCATTER_SIDE, SCATTER_POINTS = 380, 2000
 PART_NAMES = {
     "baseline": "before the first step",
     "weights": "weights",
@@ -222,6 +224,21 @@ def _stack(label: str, pieces: Sequence[tuple[str, int]], top: int, x: Scale, fa
             bars.append(element("text", short, x=(left + right) / 2, y=top + 21, class_="inside mid" if name in PART_NAMES else "over mid"))
         at += size
     return bars
+
+
+def scatter(name: str, points: Sequence[tuple[float, float]]) -> Markup:
+    """Predicted values against true ones, with the line on which they are equal; of very many images an even pick."""
+    values = [value for point in points for value in point if math.isfinite(value)]
+    if not values:
+        return Markup("")
+    both = ticks(min(values), max(values), 5)
+    side = SCATTER_SIDE
+    x, y = Scale(both[0], both[-1], LEFT, side - RIGHT), Scale(both[0], both[-1], side - BOTTOM, TOP)
+    parts = frame(x, y, both, both, tick_text, "true")
+    parts.append(element("line", x1=x.start, y1=y.start, x2=x.end, y2=y.end, class_="border"))
+    shown = points[:: -(-len(points) // SCATTER_POINTS)]
+    parts.extend(element("circle", cx=x(true), cy=y(value), r=2.5, class_="dot c1", fill_opacity=0.6) for true, value in shown)
+    return drawing(side, side, parts, f"{name}: predicted values against true ones")
 
 
 def confusion_grid(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Markup:

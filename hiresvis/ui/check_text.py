@@ -37,7 +37,7 @@ def check_lines(found: Mapping[str, Any], columns: int | None, glyphs: Glyphs) -
     splits: Mapping[str, Mapping[str, Any]] = found.get("splits", {})
     if splits:
         width = columns or 100
-        tables = [_split_table(splits), _class_table(splits, glyphs), _extreme_table(splits, width, glyphs)]
+        tables = [_split_table(splits), _class_table(splits, glyphs), _target_table(splits), _extreme_table(splits, width, glyphs)]
         lines += [line for table in tables if table for line in ("", *table)]
         lines = lines[not lines[0] :]
     facts = [f"{label:{_LABEL}}{text}" for label, text in (found.get("facts") or {}).items()]
@@ -118,6 +118,15 @@ def _class_table(splits: Mapping[str, Mapping[str, Any]], glyphs: Glyphs) -> lis
         rows = [*rows[:half], (f"{glyphs.ellipsis} {len(rows) - 2 * half} more", *("" for _ in splits)), *rows[-half:]]
     rows = [(shorten(name, 40, glyphs.ellipsis), *numbers) for name, *numbers in rows]
     return _aligned([("class", *splits), *rows], right=True) if names else []
+
+
+def _target_table(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Range and median of each target of a regression, by split."""
+    names = list(dict.fromkeys(name for counts in splits.values() for name in counts.get("targets", ())))
+    rows = [
+        (name, *(_between(counts["targets"][name]) if counts["targets"].get(name) else "" for counts in splits.values())) for name in names
+    ]
+    return _aligned([("target min/mid/max", *splits), *rows]) if names else []
 
 
 def _extreme_table(splits: Mapping[str, Mapping[str, Any]], width: int, glyphs: Glyphs) -> list[str]:

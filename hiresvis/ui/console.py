@@ -128,7 +128,7 @@ class ConsoleView(View):
     def _started(self, event: RunStarted) -> None:
         text = f"{event.run_name}: {event.model} at {image_size_text(event.image_size)}"
         text += f", {event.num_train} training and {event.num_val} validation images"
-        text += f", {len(event.classes)} classes" if event.classes else ""
+        text += f", {event.outputs}" if event.classes else ""
         self._labelled("run", f"{text}; {event.device}", "bold")
         if event.resumed_from_epoch is not None:
             self._labelled("", f"resumed after epoch {event.resumed_from_epoch}")

@@ -96,7 +96,7 @@ class PlainView(View):
             "model": event.model,
             "image_size": image_size_text(event.image_size),
             "task": event.task,
-            "classes": len(event.classes),
+            "targets" if event.task == "regress" else "classes": len(event.classes),
             "train_images": event.num_train,
             "val_images": event.num_val,
             "epochs": event.epochs,

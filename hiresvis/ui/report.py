@@ -14,7 +14,7 @@ from markupsafe import Markup
 from hiresvis.run.files import write_text
 from hiresvis.ui import charts
 from hiresvis.ui.run_files import Prediction, RunFiles, read_run
-from hiresvis.ui.scores import SplitScores, split_scores
+from hiresvis.ui.scores import SplitScores, label_scores, split_scores, target_scores
 from hiresvis.ui.state import RunState
 from hiresvis.ui.svg import hatch
 from hiresvis.ui.text import (
@@ -37,6 +37,7 @@ GRID_CLASSES = 120
 NUM_CONFUSED = 12
 NUM_NOTICES = 40  # a broken disk may skip thousands of files
 
+_SPLITS = {"val": "Validation", "test": "Test"}
 _ENDS = {
     "completed": ("good", "completed"),
     "early_stop": ("good", "completed: stopped early, no better epoch came"),
@@ -68,7 +69,6 @@ def render_report(run: RunFiles) -> str:
 def _context(run: RunFiles) -> dict[str, Any]:
     state = run.state
     splits = [split for split in ("test", "val") if any(row.split == split for row in run.predictions)]
-    scores = [found for split in splits if (found := split_scores(split, run.predictions, run.classes))]
     model, image_size = _model(run)
     serious = sorted((notice for notice in state.notices if notice.level != "info"), key=lambda notice: notice.level != "error")
     return {
@@ -91,8 +91,9 @@ def _context(run: RunFiles) -> dict[str, Any]:
         "peaks": _peaks(run),
         "parts": [(charts.part_style(name), charts.PART_NAMES.get(name, name), size) for name, size in charts.plan_parts(run.plan)],
         "ladder": _ladder(run),
-        "scores": [_score_context(found) for found in scores],
+        **_scores(run, splits),
         "worst": _worst(run),
+        "is_regression": run.task == "regress",
         "resolved": state.resolved,
         "resolved_text": run.resolved,
         "notices": serious[:NUM_NOTICES],
@@ -212,10 +213,26 @@ def _ladder(run: RunFiles) -> list[dict[str, Any]]:
     return found
 
 
+def _scores(run: RunFiles, splits: Sequence[str]) -> dict[str, Any]:
+    """What the predictions are worth, by the task: `scores` (classify), `labels` (multilabel) or `targets` (regress), by split."""
+    found: dict[str, Any] = {"scores": [], "labels": [], "targets": []}
+    for split in splits:
+        if run.task == "regress":
+            rows = target_scores(split, run.predictions, run.classes)
+            drawn = [(row, charts.scatter(row.name, row.points)) for row in rows]
+            found["targets"].append({"split": _SPLITS[split], "rows": drawn, "num_images": len(rows[0].points) if rows else 0})
+        elif run.task == "multilabel":
+            if labels := label_scores(split, run.predictions, run.classes):
+                found["labels"].append({"split": _SPLITS[split], "found": labels})
+        elif scores := split_scores(split, run.predictions, run.classes):
+            found["scores"].append(_score_context(scores))
+    return found
+
+
 def _score_context(found: SplitScores) -> dict[str, Any]:
     size = len(found.classes)
     return {
-        "split": {"val": "Validation", "test": "Test"}.get(found.split, found.split),
+        "split": _SPLITS[found.split],
         "found": found,
         "table": size <= TABLE_CLASSES,
         "grid": charts.confusion_grid(found.counts, found.classes) if TABLE_CLASSES < size <= GRID_CLASSES else "",

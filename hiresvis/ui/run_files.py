@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,20 @@ from hiresvis.run.directory import read_events
 from hiresvis.run.events import Event
 from hiresvis.ui.state import EpochSummary, RunState, replay
 
+NO_CLASS = "none"  # an image of none of the classes, in words
 _SUMMARY_COLUMNS = {"epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss"}
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One sample under the best weights, as `predictions.csv` has it."""
+    """One sample under the best weights, as `predictions.csv` has it.
+
+    Attributes:
+        label, predicted: class names; multilabel: `a|b`, or none; regress: each target's name and value.
+        score: of the predicted class; nan where there is more than one.
+        values: multilabel: scores by class; regress: predicted values by target.
+        true: regress: values by target.
+    """
 
     split: str
     path: str
@@ -28,6 +36,8 @@ class Prediction:
     predicted: str
     score: float
     loss: float
+    values: tuple[float, ...] = ()
+    true: tuple[float, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -45,6 +55,11 @@ class RunFiles:
     resolved: str
     predictions: tuple[Prediction, ...]
     gaps: tuple[str, ...]
+
+    @property
+    def task(self) -> str:
+        """What was learnt: classify | multilabel | regress."""
+        return str(self.contract.get("task") or (self.state.started.task if self.state.started else "classify"))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -141,16 +156,28 @@ def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Itera
     names = {row.get("label", "") for row in rows} | {row.get("predicted", "") for row in rows}
     by_index = {str(index): name for index, name in enumerate(classes)} if not names & set(classes) else {}
     for row in rows:
-        label, predicted = row.get("label", ""), row.get("predicted", "")
-        if predicted:
-            yield Prediction(
-                split=row.get("split", ""),
-                path=row.get("path", ""),
-                label=by_index.get(label, label),
-                predicted=by_index.get(predicted, predicted),
-                score=_or_nan(row.get("score")),
-                loss=_or_nan(row.get("loss")),
-            )
+        label, predicted = row.get("label"), row.get("predicted")
+        said: dict[str, Any] = {
+            "split": row.get("split", ""),
+            "path": row.get("path", ""),
+            "loss": _or_nan(row.get("loss")),
+            "score": math.nan,
+        }
+        values = {key: _or_nan(cell) for key, cell in row.items() if key.startswith(("score_", "true_", "predicted_"))}
+        if predicted is None:
+            true, found = (tuple(values.get(f"{kind}_{name}", math.nan) for name in classes) for kind in ("true", "predicted"))
+            if classes and not any(map(math.isnan, (*true, *found))):
+                yield Prediction(**said, label=_named(classes, true), predicted=_named(classes, found), values=found, true=true)
+        elif "score" in row and predicted:
+            said["score"] = _or_nan(row["score"])
+            yield Prediction(**said, label=by_index.get(label or "", label or ""), predicted=by_index.get(predicted, predicted))
+        elif label is not None and values:
+            scores = tuple(values.get(f"score_{name}", math.nan) for name in classes)
+            yield Prediction(**said, label=label or NO_CLASS, predicted=predicted or NO_CLASS, values=scores)
+
+
+def _named(names: Sequence[str], values: Sequence[float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=True))
 
 
 def _or_nan(text: str | None) -> float:

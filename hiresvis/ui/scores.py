@@ -1,16 +1,17 @@
-"""What predictions are worth, class by class: counted again from `predictions.csv`, for the report."""
+"""What predictions are worth, class by class or target by target: counted again from `predictions.csv`, for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hiresvis.ui.run_files import Prediction
 
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """Precision, recall and F1 of one class; None where there is nothing to divide by."""
+    """Precision, recall and F1 of one class, multilabel its average precision; None where there is nothing to divide by."""
 
     name: str
     num_labelled: int
@@ -18,6 +19,7 @@ class ClassScore:
     precision: float | None
     recall: float | None
     f1: float | None
+    average_precision: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,6 @@ def split_scores(split: str, predictions: Sequence[Prediction], classes: Sequenc
     for row in rows:
         counts[place[row.label]][place[row.predicted]] += 1
     scores = tuple(_class_score(name, index, counts) for index, name in enumerate(names))
-    f1s = [score.f1 for score in scores if score.f1 is not None]
     confused = sorted(
         ((names[i], names[j], n) for i, line in enumerate(counts) for j, n in enumerate(line) if n and i != j),
         key=lambda pair: -pair[2],
@@ -62,14 +63,100 @@ def split_scores(split: str, predictions: Sequence[Prediction], classes: Sequenc
         scores=scores,
         num_images=len(rows),
         accuracy=sum(row.right for row in rows) / len(rows),
-        macro_f1=sum(f1s) / len(f1s) if f1s else None,
+        macro_f1=_mean([score.f1 for score in scores]),
         confused=tuple(confused),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LabelScores:
+    """One split of multilabel: each class against the rest."""
+
+    split: str
+    scores: tuple[ClassScore, ...]
+    num_images: int
+    all_right: float  # share of the images whose classes are all right
+    macro_f1: float | None
+    mean_average_precision: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetScore:
+    """One target of one split: errors in its own units; r2 is None where all true values are alike. `points`: (true, predicted)."""
+
+    name: str
+    mae: float
+    rmse: float
+    r2: float | None
+    points: tuple[tuple[float, float], ...]
+
+
+def label_scores(split: str, predictions: Sequence[Prediction], classes: Sequence[str]) -> LabelScores | None:
+    """The scores of one split of multilabel; None when it has no rows. Means are over the classes that training's metrics count too."""
+    rows = [row for row in predictions if row.split == split]
+    if not rows:
+        return None
+    labelled, predicted = (
+        [set(text.split("|")) for text in texts] for texts in zip(*((row.label, row.predicted) for row in rows), strict=True)
+    )
+    scores = []
+    for position, name in enumerate(classes):
+        hits = sum(name in label and name in chosen for label, chosen in zip(labelled, predicted, strict=True))
+        found = _score(name, hits, sum(name in label for label in labelled), sum(name in chosen for chosen in predicted))
+        ranked = [(row.values[position], name in label) for row, label in zip(rows, labelled, strict=True)]
+        scores.append(replace(found, average_precision=_average_precision(ranked)))
+    return LabelScores(
+        split=split,
+        scores=tuple(scores),
+        num_images=len(rows),
+        all_right=sum(row.right for row in rows) / len(rows),
+        macro_f1=_mean([score.f1 for score in scores]),
+        mean_average_precision=_mean([score.average_precision for score in scores]),
+    )
+
+
+def target_scores(split: str, predictions: Sequence[Prediction], names: Sequence[str]) -> list[TargetScore]:
+    """The scores of one split's targets; empty when it has no rows."""
+    rows = [row for row in predictions if row.split == split and row.true]
+    found = []
+    for position, name in enumerate(names) if rows else ():
+        points = tuple((row.true[position], row.values[position]) for row in rows)
+        errors = [value - true for true, value in points]
+        middle = sum(true for true, _ in points) / len(points)
+        spread = sum((true - middle) ** 2 for true, _ in points)
+        squares = sum(error**2 for error in errors)
+        mae, rmse = sum(map(abs, errors)) / len(points), (squares / len(points)) ** 0.5
+        found.append(TargetScore(name, mae, rmse, 1 - squares / spread if spread else None, points))
+    return found
+
+
+def _average_precision(ranked: Sequence[tuple[float, bool]]) -> float | None:
+    """Sum over the distinct scores, from the highest down, of precision times the recall gained; None without samples of the class.
+
+    >>> _average_precision([(0.9, True), (0.8, False), (0.7, True)])
+    0.8333333333333333
+    """
+    total = sum(flag for _, flag in ranked)
+    if not total:
+        return None
+    area, hits, seen = 0.0, 0, 0
+    for _, group in groupby(sorted(ranked, reverse=True), key=lambda entry: entry[0]):
+        flags = [flag for _, flag in group]
+        hits, seen = hits + sum(flags), seen + len(flags)
+        area += hits / seen * sum(flags) / total
+    return area
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def _class_score(name: str, index: int, counts: Sequence[Sequence[int]]) -> ClassScore:
-    hits = counts[index][index]
-    labelled, predicted = sum(counts[index]), sum(line[index] for line in counts)
+    return _score(name, counts[index][index], sum(counts[index]), sum(line[index] for line in counts))
+
+
+def _score(name: str, hits: int, labelled: int, predicted: int) -> ClassScore:
     return ClassScore(
         name=name,
         num_labelled=labelled,

@@ -150,13 +150,15 @@ def clock_time(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """A loss or metric.
 
-    >>> number(0.41234), number(123.4), number(None), number(float("nan"))
-    ('0.412', '123.4', '-', 'nan')
+    >>> number(0.41234), number(123.4), number(None), number(float("nan")), number(0.00021)
+    ('0.412', '123.4', '-', 'nan', '2.1e-04')
     """
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
+    if 0 < abs(value) < 0.5 * 10**-digits:  # an error in the units of a small target
+        return f"{value:.1e}"
     return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"
 
 

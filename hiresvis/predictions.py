@@ -1,0 +1,99 @@
+"""What a trained network says of images, in words, by task: a run's own table, and the rows of `predict`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hiresvis.data.labels import SEPARATOR, label_text
+from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.metrics import THRESHOLD
+
+
+def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str]) -> str:
+    """predictions.csv: one row a sample of each split.
+
+    - classify: split, path, label, predicted, score (of the predicted class), loss;
+    - multilabel: split, path, label and predicted (`a|b`), loss, and score_CLASS for each class;
+    - regress: split, path, loss, and true_TARGET and predicted_TARGET for each target.
+
+    Args:
+        results: by split.
+        names: of the outputs, in order.
+    """
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    for number, (split, found) in enumerate(results.items()):
+        if number == 0:
+            writer.writerow(["split", "path", *_COLUMNS[found.task](names)])
+        rows = _ROWS[found.task](found, names)
+        writer.writerows([split, path, *cells] for path, cells in zip(found.names, rows, strict=True))
+    return table.getvalue()
+
+
+def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str]) -> dict[str, Any]:
+    """What `predict` says of one image; None for all of it where there are no scores.
+
+    Returns:
+        classify: label, score, and scores by class; multilabel: labels (those at or above the threshold) and scores by class; regress:
+        values by target.
+    """
+    if scores is None:
+        return dict.fromkeys(_SAID[task])
+    named = dict(zip(names, scores, strict=True))
+    if task == "regress":
+        return {"values": named}
+    if task == "multilabel":
+        return {"labels": [name for name, score in named.items() if score >= THRESHOLD], "scores": named}
+    best = max(names, key=named.__getitem__)
+    return {"label": best, "score": named[best], "scores": named}
+
+
+def table_columns(task: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Columns of the rows of `predict` as a table: a score_CLASS for each class, or a predicted_TARGET for each target."""
+    single = [key for key in _SAID[task] if key not in _PREFIX]
+    return ("path", *single, *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names), "error")
+
+
+def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `predict` by those columns; what is None is left out."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{_PREFIX[key]}_{name}": number for name, number in value.items()})
+        elif value is not None:
+            flat[key] = SEPARATOR.join(value) if isinstance(value, list) else value
+    return flat
+
+
+def _classify_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
+    best, predicted = found.scores.max(dim=1)
+    columns = zip(found.targets.tolist(), predicted.tolist(), best.tolist(), found.losses.tolist(), strict=True)
+    for label, chosen, score, loss in columns:
+        yield [names[label], names[chosen], f"{score:.6f}", f"{loss:.6f}"]
+
+
+def _multilabel_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
+    for target, scores, loss in zip(found.targets.tolist(), found.scores.tolist(), found.losses.tolist(), strict=True):
+        chosen = tuple(float(score >= THRESHOLD) for score in scores)
+        said = (label_text(tuple(flags), found.task, names) for flags in (target, chosen))
+        yield [*said, f"{loss:.6f}", *(f"{score:.6f}" for score in scores)]
+
+
+def _regress_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
+    del names
+    for target, values, loss in zip(found.targets.tolist(), found.scores.tolist(), found.losses.tolist(), strict=True):
+        pairs = (text for true, value in zip(target, values, strict=True) for text in (f"{true:.9g}", f"{value:.9g}"))
+        yield [f"{loss:.6f}", *pairs]
+
+
+_SAID = {"classify": ("label", "score", "scores"), "multilabel": ("labels", "scores"), "regress": ("values",)}
+_PREFIX = {"scores": "score", "values": "predicted"}
+_COLUMNS = {
+    "classify": lambda names: ["label", "predicted", "score", "loss"],
+    "multilabel": lambda names: ["label", "predicted", "loss", *(f"score_{name}" for name in names)],
+    "regress": lambda names: ["loss", *(column for name in names for column in (f"true_{name}", f"predicted_{name}"))],
+}
+_ROWS = {"classify": _classify_rows, "multilabel": _multilabel_rows, "regress": _regress_rows}
