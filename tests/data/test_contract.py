@@ -77,6 +77,17 @@ def test_contract_of_a_run_before_there_were_windows_is_read(tmp_path: Path) -> 
         Contract.read(tmp_path / "contract.json")
 
 
+def test_a_regressions_scale_is_part_of_the_contract(tmp_path: Path) -> None:
+    """Mean and deviation come back bit for bit; a contract that lacks one of a target's is refused."""
+    contract = replace(CONTRACT, task="regress", classes=("age", "size"), target_mean=(0.1, 1e9 / 3), target_std=(2.0, 1e-7))
+    path = tmp_path / "contract.json"
+    path.write_text(json.dumps(contract.to_json()), encoding="utf-8")
+    assert Contract.read(path) == contract
+    path.write_text(json.dumps({**contract.to_json(), "target_std": [2.0]}), encoding="utf-8")
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        Contract.read(path)
+
+
 def test_missing_and_torn_contracts_are_refused(tmp_path: Path) -> None:
     """The message says what kind of folder was expected."""
     with pytest.raises(RunFolderError, match="is not the folder of a finished run"):

@@ -20,7 +20,7 @@ from hiresvis.data import workers as workers_module
 from hiresvis.data.augment import make_augment
 from hiresvis.data.loader import EvalLoader, TrainLoader
 from hiresvis.data.micro_batch import MicroBatch
-from hiresvis.data.sources import Sample
+from hiresvis.data.sources import Sample, load_datasets
 from hiresvis.data.transforms import Pipeline, Preprocess, Scale
 from hiresvis.errors import DataError, EnvironmentFailed
 from hiresvis.units import format_size
@@ -335,3 +335,20 @@ def test_prediction_goes_on_past_files_that_cannot_be_read(samples: tuple[Sample
             listed = [(item.indices, tuple(item.images.shape), len(loader.skipped)) for item in loader]
             assert listed == [((0, 2, 3), (3, *SIZE, 3), 1), ((), (0, *SIZE, 3), 5), ((8, 9, 10), (3, *SIZE, 3), 5)]
             assert loader.skipped == [(str(samples[index].path), "is empty (0 bytes)") for index in (1, 4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tuples_travel_as_they_are_in_the_table(make_folders, workers: int) -> None:
+    """One row of float64 for each image, with digits that float32 would lose; an epoch's rows belong to its images."""
+    samples = load_datasets(make_folders("train", {"a": 4, "b": 3}), 0.3).train.samples
+    labels = [(20240101.0 + index, 1 / (3 + index)) for index in range(len(samples))]
+    labelled = [replace(sample, label=label) for sample, label in zip(samples, labels, strict=True)]
+    preprocess = Preprocess((24, 32))
+    loader = EvalLoader(labelled, preprocess, max_pixels=10**6, batch=2, workers=workers)
+    items = list(loader)
+    assert [tuple(row) for item in items for row in item.targets.tolist()] == labels
+    assert items[0].targets.dtype == torch.float64
+    loader.close()
+    train = TrainLoader(labelled, Pipeline(preprocess), max_pixels=10**6, batch=3, micro_batch=2, seed=0)
+    for item in train:
+        assert [tuple(row) for row in item.targets.tolist()] == [labels[index] for index in item.indices]

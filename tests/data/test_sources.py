@@ -378,3 +378,111 @@ class TestRegions:
             load_datasets(tmp_path / "t.csv", 0.25, region_columns=self.COLUMNS)
         with pytest.raises(DataError, match=r"data\.region names the columns x, y, w, h, and .* is a folder"):
             load_datasets(tmp_path, 0.25, region_columns=self.COLUMNS)
+
+
+class TestOtherTasks:
+    """multilabel and regress, from tables alone."""
+
+    def table(self, tmp_path: Path, header: str, rows: list[str], name: str = "t.csv") -> Path:
+        empty_files(tmp_path, [row.split(",")[0] for row in rows])
+        return write_table(tmp_path / name, "\n".join([header, *rows]))
+
+    def test_multilabel_takes_classes_from_train_and_counts_each(self, tmp_path: Path) -> None:
+        """Sorted names, one number a class, images of none among them."""
+        train = self.table(tmp_path, "path,label", ["1.png,b|a", "2.png,", "3.png,c|b"])
+        val = self.table(tmp_path, "path,label", ["4.png,c"], "v.csv")
+        found = load_datasets(train, val, task="multilabel")
+        assert found.classes == ("a", "b", "c")
+        assert [sample.label for sample in found.train.samples] == [(1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
+        assert found.train.class_counts() == {"a": 1, "b": 2, "c": 1}
+        assert found.train.balance() == {"classes": {"a": 1, "b": 2, "c": 1}}
+
+    def test_columns_are_the_classes_in_their_order(self, tmp_path: Path) -> None:
+        """A column without a single 1 stays a class, with a warning; data.classes may order them anew, and must name all."""
+        train = self.table(tmp_path, "path,z,a,m", ["1.png,1,0,0", "2.png,1,0,1", "3.png,0,0,1"])
+        found = load_datasets(train, 0.4, task="multilabel", label_column=["z", "a", "m"])
+        assert found.classes == ("z", "a", "m")
+        assert any("class 'a' has no images" in finding.message for finding in found.findings)
+        again = load_datasets(train, 0.4, task="multilabel", label_column=["z", "a", "m"], classes=("a", "m", "z"))
+        assert {sample.name: sample.label for split in again.splits().values() for sample in split.samples}["2.png"] == (0.0, 1.0, 1.0)
+        with pytest.raises(DataError, match=r"data\.classes lacks classes that train holds: a \(0 images\)"):
+            load_datasets(train, 0.4, task="multilabel", label_column=["z", "a", "m"], classes=("m", "z"))
+
+    def test_a_label_that_train_lacks_is_an_error_or_leaves_its_images_out(self, tmp_path: Path) -> None:
+        """One unknown name among known ones is enough."""
+        train = self.table(tmp_path, "path,label", ["1.png,a|b", "2.png,b"])
+        val = self.table(tmp_path, "path,label", ["3.png,a", "4.png,a|z", "5.png,z|y"], "v.csv")
+        with pytest.raises(DataError, match=r"'y' \(1 images\), 'z' \(2 images\); train has 'a', 'b'"):
+            load_datasets(train, val, task="multilabel")
+        found = load_datasets(train, val, task="multilabel", unseen="drop")
+        assert names_of(found, "val") == ["3.png"]
+        assert any("2 images dropped" in finding.message for finding in found.findings)
+
+    def test_labels_without_a_name_are_an_error(self, tmp_path: Path) -> None:
+        """All cells empty; and a class whose name could not be told from a list."""
+        with pytest.raises(DataError, match="no row names a class"):
+            load_datasets(self.table(tmp_path, "path,label", ["1.png,", "2.png,"]), 0.5, task="multilabel")
+        table = self.table(tmp_path, "path,a|b,c", ["1.png,1,0", "2.png,1,1"])
+        with pytest.raises(DataError, match=r"'a\|b' has \| in it"):
+            load_datasets(table, 0.5, task="multilabel", label_column=["a|b", "c"])
+
+    def test_targets_stay_in_their_units(self, tmp_path: Path) -> None:
+        """Names, values, spread and scale; the scale is train's alone."""
+        train = self.table(tmp_path, "path,age,size", ["1.png,30,0.5", "2.png,50,0.7", "3.png,40,0.6"])
+        val = self.table(tmp_path, "path,age,size", ["4.png,999,0.1"], "v.csv")
+        found = load_datasets(train, val, task="regress", label_column=["age", "size"])
+        assert found.classes == ("age", "size")
+        assert found.val.samples[0].label == (999.0, 0.1)
+        assert found.train.balance() == {"targets": {"age": [30.0, 40.0, 50.0], "size": [0.5, 0.6, 0.7]}}
+        assert found.train.target_scale()[0] == pytest.approx((40.0, 0.6))
+        assert found.train.target_scale()[1] == pytest.approx((8.16496580927726, 0.0816496580927726))
+
+    def test_a_target_of_one_value_is_an_error(self, tmp_path: Path) -> None:
+        """There is nothing to learn, and no deviation to scale by."""
+        train = self.table(tmp_path, "path,age,size", ["1.png,30,5", "2.png,50,5", "3.png,40,5"])
+        with pytest.raises(DataError, match=r"data\.label  target 'size' is 5 in every row"):
+            load_datasets(train, 0.4, task="regress", label_column=["age", "size"])
+
+    @pytest.mark.parametrize("task", ["multilabel", "regress"])
+    def test_class_folders_are_for_classification(self, make_folders: Callable[..., Path], task: str) -> None:
+        """Refused by name, not read as one class each."""
+        with pytest.raises(DataError, match=f"class folders give one class an image, and the task is {task}; give a manifest"):
+            load_datasets(make_folders("train", {"a": 2, "b": 2}), 0.5, task=task)
+
+    def test_fingerprints_follow_labels_of_every_kind(self, tmp_path: Path) -> None:
+        """Another label is another set; another order of rows, or of names within a cell, is the same."""
+        rows = ["1.png,a|b,1", "2.png,b,2", "3.png,a,3"]
+        prints = {}
+        for kind, lines in (
+            ("one", rows),
+            ("other", ["3.png,a,3", "1.png,b|a,1", "2.png,b,2"]),
+            ("new", ["1.png,a,1", "2.png,b,2.5", rows[2]]),
+        ):
+            table = self.table(tmp_path, "path,label,age", lines, f"{kind}.csv")
+            for task, column in (("multilabel", "label"), ("regress", "age")):
+                prints[kind, task] = load_datasets(table, table, task=task, label_column=column).train.fingerprint()["sha256"]
+        for task in ("multilabel", "regress"):
+            assert prints["one", task] == prints["other", task] != prints["new", task]
+
+    def test_a_share_drawn_before_is_drawn_no_more(self, tmp_path: Path) -> None:
+        """With more images than then, the same names are held out and the rest trains."""
+        rows = [f"{index}.png,{'ab'[index % 2]}" for index in range(20)]
+        first = load_datasets(self.table(tmp_path, "path,label", rows), 0.2)
+        assert first.is_drawn
+        table = self.table(tmp_path, "path,label", [*rows, *(f"new{index}.png,a" for index in range(20))], "more.csv")
+        again = load_datasets(table, 0.2, held_out=names_of(first, "val"))
+        assert names_of(again, "val") == names_of(first, "val") != names_of(load_datasets(table, 0.2), "val")
+        assert len(again.train) == len(first.train) + 20
+
+
+def test_a_column_taken_by_mistake_is_told_in_a_few_words(tmp_path: Path) -> None:
+    """As many classes as rows: the message counts them and stays readable."""
+    empty_files(tmp_path, [f"{index}.png" for index in range(400)])
+    train, val = (
+        write_table(tmp_path / name, "path,label\n" + "\n".join(f"{index}.png,id{index}" for index in rows))
+        for name, rows in (("t.csv", range(200)), ("v.csv", range(200, 400)))
+    )
+    with pytest.raises(DataError) as caught:
+        load_datasets(train, val)
+    assert "and 180 more; train has 'id0'" in str(caught.value)
+    assert len(str(caught.value)) < 1500

@@ -179,6 +179,12 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def workshop_type() -> type[Workshop]:
+    """For fixtures that need a workshop of their own."""
+    return Workshop
+
+
 @pytest.fixture
 def workshop(tmp_path: Path, folders: Path) -> Workshop:
     """The small set's recipe, in the test's own folder."""

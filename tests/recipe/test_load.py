@@ -268,6 +268,17 @@ def test_places_are_kept_for_later_findings(load):
         ("data: {train: d, overlap: 12.5%}", "data.overlap", "12.5% beside data.fit: resize"),
         ("train: {batch: 4}\nmemory: {micro_batch: 5}", "memory.micro_batch", "5 is above train.batch, 4"),
         ("model: {name: m, adapt: head, freeze: stem}", "model.freeze", "beside adapt: head"),
+        ("data: {train: d.tsv, label: [x, y]}", "data.label", "an image of task classify has one class; give one column"),
+        ("task: multilabel\ndata: {train: d.parquet, label: [x, path]}", "data.label", "path is also the column of data.image"),
+        ("task: multilabel\ndata: {train: d}", "data.train", "d is no .csv, .tsv or .parquet; class folders give one class an image"),
+        ("task: regress\ndata: {train: d.csv, val: v, label: x}", "data.val", "v is no .csv, .tsv or .parquet"),
+        ("task: regress\ndata: {train: d.csv, classes: [a, b]}", "data.classes", "has no classes; delete this key"),
+        ("task: regress\ndata: {train: d.csv}\noptim: {label_smoothing: 0.1}", "optim.label_smoothing", "0.1 spreads a label"),
+        ("optim: {loss: mse}", "optim.loss", "mse belongs to task regress, and the task is classify; write auto or cross_entropy"),
+        ("task: regress\ndata: {train: d.csv}\noptim: {loss: bce}", "optim.loss", "write auto, huber, mse or l1"),
+        ("train: {metric: mae}", "train.metric", "the task is classify; write auto, accuracy, balanced_accuracy, macro_f1, auroc or kappa"),
+        ("task: multilabel\ndata: {train: d.csv}\ntrain: {metric: kappa}", "train.metric", "write auto, map, auroc, macro_f1 or accuracy"),
+        ("task: regress\ndata: {train: d.csv}\ntrain: {metric: auroc}", "train.metric", "belongs to task classify or multilabel"),
     ],
 )
 def test_keys_that_contradict_each_other_are_told(problems, text, key, part):
@@ -288,9 +299,14 @@ def test_windows_and_regions_are_read_to_what_the_program_works_with(load):
     assert load("task: classify\ndata: {train: d, fit: crop, overlap: 25%}\nmodel: {name: m}\n").recipe.data.fit == "crop"
 
 
+@pytest.mark.parametrize("table", ["d.csv", "d.TSV", "d.parquet"])
+def test_columns_may_be_named_for_every_kind_of_manifest(load, table):
+    """A list of columns is kept in its order."""
+    loaded = load(f"task: regress\ndata: {{train: {table}, label: [y, x], split: fold}}\nmodel: {{name: m}}\n")
+    assert loaded.recipe.data.label == ("y", "x")
+
+
 def test_rules_between_keys_say_nothing_about_a_refused_key(problems):
     """A key that is wrong by itself is not also called contradictory."""
-    found = problems(
-        "task: classify\ndata: {train: d.parquet, split: fold}\nmodel: {name: m}\ntrain: {batch: 0}\nmemory: {micro_batch: 99}\n"
-    )
+    found = problems("task: classify\ndata: {train: 3, split: fold}\nmodel: {name: m}\ntrain: {batch: 0}\nmemory: {micro_batch: 99}\n")
     assert [problem.key for problem in found] == ["data.train", "train.batch"]

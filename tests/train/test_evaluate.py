@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from hiresvis.train.evaluate import evaluate, evaluation_steps
+from hiresvis.train.losses import CrossEntropy, Regression
 
 
-def test_rows_are_in_order_with_path_label_prediction_score_and_loss(small):
-    """Each sample has its row; the mean of the rows' losses is the loss, the share of right rows the accuracy."""
+def test_samples_are_in_order_with_name_target_scores_and_loss(small):
+    """Each sample has its place; the mean of the losses is the loss, the share of right ones the accuracy."""
     step = small.make_step()
     loader = small.Images(7, batch=3, shuffle=False)
     result = evaluate(step, loader, name_of=lambda index: f"{index}.png")
     step.model.eval()
     scores = step.predict(loader.images).softmax(1)
-    assert [row.path for row in result.rows] == [f"{index}.png" for index in range(7)]
-    assert [row.label for row in result.rows] == loader.targets.tolist()
-    assert [row.predicted for row in result.rows] == scores.argmax(1).tolist()
-    assert [row.score for row in result.rows] == pytest.approx(scores.max(1).values.tolist(), rel=1e-5)
-    assert result.loss == pytest.approx(sum(row.loss for row in result.rows) / 7)
-    assert result.metrics["accuracy"] == pytest.approx(sum(row.label == row.predicted for row in result.rows) / 7)
+    assert result.names == tuple(f"{index}.png" for index in range(7))
+    assert torch.equal(result.targets, loader.targets)
+    assert torch.allclose(result.scores, scores, rtol=1e-5)
+    assert result.loss == pytest.approx(result.losses.mean().item())
+    assert result.losses.tolist() == pytest.approx((-scores.log()[range(7), loader.targets]).tolist(), rel=1e-4)
+    assert result.metrics["accuracy"] == pytest.approx((scores.argmax(1) == loader.targets).double().mean().item())
 
 
 def test_evaluation_repeats_itself_and_leaves_no_trace(small):
@@ -31,7 +32,8 @@ def test_evaluation_repeats_itself_and_leaves_no_trace(small):
     state = {name: value.clone() for name, value in step.model.state_dict().items()}
     random_state = torch.get_rng_state()
     first, second = (evaluate(step, small.Images(7, batch=3, shuffle=False)) for _ in range(2))
-    assert first.rows == second.rows
+    assert torch.equal(first.scores, second.scores)
+    assert torch.equal(first.losses, second.losses)
     assert (first.loss, first.metrics) == (second.loss, second.metrics)
     assert [module.training for module in step.model.modules()] == modes
     assert all(torch.equal(value, state[name]) for name, value in step.model.state_dict().items())
@@ -47,6 +49,26 @@ def test_evaluation_that_is_broken_off_puts_modes_back(small):
     assert not step.model.training
     steps.close()
     assert all(module.training for module in step.model.modules())
+
+
+def test_the_training_loss_decides_how_outputs_are_read(small):
+    """A regression's scores are its outputs in the targets' own units, its loss the training loss, its metrics those of regress."""
+    step, loader = small.make_step(), small.Images(5, batch=2, shuffle=False)
+    loader.targets = torch.stack([5000 + 300 * torch.arange(5.0), torch.arange(5.0) / 1000, torch.ones(5)], dim=1).double()
+    step.loss_fn = Regression("l1", mean=(5600.0, 0.002, 0.0), std=(424.0, 0.0014, 1.0))
+    result = evaluate(step, loader)
+    step.model.eval()
+    expected = step.predict(loader.images).double() * torch.tensor([424.0, 0.0014, 1.0]) + torch.tensor([5600.0, 0.002, 0.0])
+    assert torch.allclose(result.scores, expected, rtol=1e-5)
+    assert list(result.metrics) == ["mae", "rmse", "r2"]
+    assert result.metrics["mae"] == pytest.approx((expected - loader.targets).abs().mean().item(), rel=1e-4)
+
+
+def test_smoothing_is_left_out_of_an_evaluations_loss(small):
+    """Runs with and without it can be compared."""
+    plain, smooth = small.make_step(), small.make_step()
+    smooth.loss_fn = CrossEntropy(label_smoothing=0.5)
+    assert evaluate(plain, small.Images(4, batch=2)).loss == evaluate(smooth, small.Images(4, batch=2)).loss
 
 
 def test_empty_split_is_refused(small):

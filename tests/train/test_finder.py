@@ -21,6 +21,7 @@ from hiresvis.run.events import LadderRow, Notice, PlanChosen
 from hiresvis.train import finder as finder_module
 from hiresvis.train.finder import Finder, MeasuredPeak
 from hiresvis.train.freezing import TrainMode
+from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.optim import build_optimizer
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
@@ -367,10 +368,11 @@ def test_nothing_fits_by_prediction(small) -> None:
 def test_another_error_is_raised_and_leaves_no_trace(small, runs_out: _RunsOut, monkeypatch) -> None:
     """An error that is not about memory is not taken for an answer."""
 
-    def fails(images, targets):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    class Fails(CrossEntropy):
+        def __call__(self, outputs, targets):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(runs_out, "loss_fn", fails)
+    monkeypatch.setattr(runs_out, "loss_fn", Fails())
     before = _everything(runs_out)
     finder = _finder(small, runs_out, _need(small, 16) + SLACK_BYTES)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
