@@ -84,6 +84,6 @@ def test_loss_and_metrics_come_from_the_joined_logits(small) -> None:
 
     result = evaluate(step, Loader())
     joined = torch.stack([logits[:3].double().mean(0), logits[3:].double().mean(0)]).float()
-    assert [row.label for row in result.rows] == [1, 0]
+    assert result.targets.tolist() == [1, 0]
     assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(joined, torch.tensor([1, 0]))), rel=1e-5)
     assert result.scores.shape[0] == 2
