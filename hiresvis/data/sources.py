@@ -8,10 +8,12 @@ alone (or from an ordered list that the user gives), are matched by name, and th
 from __future__ import annotations
 
 import difflib
+import gc
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,19 @@ class Datasets:
         return found if self.test is None else {**found, "test": self.test}
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing that is read is let go, so a collection in between walks every row and finds nothing: a quarter of the time of a table."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collection()
 def load_datasets(
     train: Path,
     val: Path | float,
