@@ -395,7 +395,7 @@ class TestOtherTasks:
         assert found.classes == ("a", "b", "c")
         assert [sample.label for sample in found.train.samples] == [(1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
         assert found.train.class_counts() == {"a": 1, "b": 2, "c": 1}
-        assert found.train.balance() == {"classes": {"a": 1, "b": 2, "c": 1}}
+        assert found.train.target_spread() == {}
 
     def test_columns_are_the_classes_in_their_order(self, tmp_path: Path) -> None:
         """A column without a single 1 stays a class, with a warning; data.classes may order them anew, and must name all."""
@@ -433,7 +433,8 @@ class TestOtherTasks:
         found = load_datasets(train, val, task="regress", label_column=["age", "size"])
         assert found.classes == ("age", "size")
         assert found.val.samples[0].label == (999.0, 0.1)
-        assert found.train.balance() == {"targets": {"age": [30.0, 40.0, 50.0], "size": [0.5, 0.6, 0.7]}}
+        assert found.train.target_spread() == {"age": [30.0, 40.0, 50.0], "size": [0.5, 0.6, 0.7]}
+        assert found.train.class_counts() == {}
         assert found.train.target_scale()[0] == pytest.approx((40.0, 0.6))
         assert found.train.target_scale()[1] == pytest.approx((8.16496580927726, 0.0816496580927726))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -211,7 +212,22 @@ def test_check_tells_the_balance(run):
     else:
         low, middle, high = train["targets"]["lux"]
         assert 5000 <= low < 5030 < middle < 5270 < high <= 5300
-        assert "targets lux:50" in run("check", run.recipe).out
+        assert "target min/mid/max  train" in run("check", run.recipe).out
+
+
+def test_the_contact_sheet_names_labels_and_values(run, tmp_path):
+    """Each combination of labels, or images over the range of the first target."""
+    page = tmp_path / "sheet.html"
+    done = run("check", run.recipe, "--sheet", page)
+    assert done.code == 0, done.err
+    text = page.read_text(encoding="utf-8")
+    if task_of(run) == "multilabel":
+        assert "blue|green" in text
+        assert ">none<" in text
+    else:
+        shown = [float(value) for value in re.findall(r">(5\d\d\d\.\d+)\|[^<]+<", text)]
+        assert len(shown) == 12
+        assert shown == sorted(shown)
 
 
 def test_plan_counts_the_outputs_without_an_image(run, tmp_path, workshop_type):
@@ -240,6 +256,20 @@ def test_the_report_has_the_figures_of_the_task(run):
         assert "2 targets" in page
         assert page.count("predicted values against true ones") == 2
         assert "R²" in page
+
+
+def test_the_exported_graph_gives_what_predict_says(run, tmp_path):
+    """Probabilities of each label, or values in the targets' own units, out of onnxruntime."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    done = run("export", run.path(""), "--to", "onnx", "--out", tmp_path / "graph")
+    assert done.code == 0, done.err
+    told = rows_of(run.path("predictions.csv"))[:4]
+    pixels = np.stack([np.asarray(Image.open(row["path"])) for row in told])
+    (scores,) = onnxruntime.InferenceSession(str(tmp_path / "graph" / "model.onnx")).run(["scores"], {"pixels": pixels})
+    names = run.read("contract.json")["classes"]
+    prefix = "score" if task_of(run) == "multilabel" else "predicted"
+    own = np.array([[float(row[f"{prefix}_{name}"]) for name in names] for row in told])
+    assert np.allclose(scores, own, rtol=1e-4, atol=1e-5)
 
 
 def test_the_live_view_names_the_deciding_metric(run):
