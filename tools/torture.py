@@ -3,6 +3,7 @@
 python tools/torture.py --count 200                  # kill -9
 python tools/torture.py --count 50 --how term        # SIGTERM, as a batch system sends it
 python tools/torture.py --count 50 --how full        # no file may grow beyond some random size for a while, as on a full disk
+python tools/torture.py --count 50 --how memory      # the process may map only so much more for a while: real allocations fail
 
 A real run of the command's own code (drawn images, a small timm network with batch statistics, dropout and drop-path, snapshots as often
 as they can be written) is forked off, hit at a random moment of training, writing or evaluating, looked at from outside, and resumed,
@@ -13,7 +14,9 @@ until it ends; then another one begins, until there were `--count` hits. Counted
     failed    a run ended by itself as it should not
     other     a finished run's weights, optimizer or random state are not, bit for bit, those of the run left in peace
 
-With --how full the best weights are not compared: weights that could not be written are never called best, by design.
+With --how full and memory the best weights are not compared: weights that could not be written are never called best, by design. With
+--how memory a run that had to take a smaller micro-batch is not compared either, nor one that a library ended (`std::bad_alloc`) a fault:
+it is resumed, as after any crash.
 """
 
 from __future__ import annotations
@@ -53,20 +56,20 @@ from hiresvis.train.snapshot import load_snapshot
 FAULTS = ("lost", "back", "failed", "other")
 RECIPE = """\
 task: classify
-data: {train: data/train, val: data/val, augment: light, workers: 0}
+data: {train: data/train, val: data/val, augment: light, workers: WORKERS}
 model: {name: test_resnet, pretrained: false, image_size: 64, norm: batch, drop_path: 0.2}
-memory: {budget: 2GiB}
+memory: {budget: 2GiB, micro_batch: MICRO}
 train: {epochs: 3, batch: 4, eval_batch: 2, save_every: 0.01s, metric: accuracy}
 log: {report: false}
 """
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 LONGEST_WAIT_S = 1.5  # after the first step; a run left in peace trains for some seconds
 LIMIT_S = 120.0
-ENDED_WELL, STOPPED, NO_DISK = 0, 143, 6
+ENDED_WELL, STOPPED, NO_DISK, NO_MEMORY = 0, 143, 6, 4
 
 
-def draw(folder: Path) -> None:
-    """Noise of two colours, in class folders."""
+def draw(folder: Path, workers: int, micro_batch: str) -> None:
+    """Noise of two colours, in class folders, and the recipe."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 4)):
         for channel, name in enumerate(("red", "green")):
@@ -75,7 +78,8 @@ def draw(folder: Path) -> None:
                 pixels = rng.integers(0, 200, (72, 72, 3), dtype=np.uint8)
                 pixels[..., channel] += 40
                 Image.fromarray(pixels).save(folder / "data" / split / name / f"{number}.png")
-    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    text = RECIPE.replace("WORKERS", str(workers)).replace("MICRO", micro_batch)
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
 
 @dataclass
@@ -180,9 +184,9 @@ def apart(look_at: Callable[..., int], *args: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def torture(folder: Path, count: int, how: str, seed: int) -> tuple[Counter[str], Counter[str]]:
+def torture(folder: Path, count: int, how: str, seed: int, workers: int) -> tuple[Counter[str], Counter[str]]:
     """(faults, what else there was to count)."""
-    draw(folder)
+    draw(folder, workers, "auto" if how == "memory" else "2")
     rng = random.Random(seed)
     peace = folder / "peace"
     assert Attempt(folder / "recipe.yaml", peace).end() == ENDED_WELL, peace.with_suffix(".log").read_text()
@@ -192,7 +196,7 @@ def torture(folder: Path, count: int, how: str, seed: int) -> tuple[Counter[str]
         run = folder / f"run{counts['runs']}"
         counts["runs"] += 1
         faults += one_run(folder / "recipe.yaml", run, how, rng, counts, count)
-        if not faults and apart(differs, run, peace, how != "full"):
+        if not faults and apart(differs, run, peace, how in SIGNALS):
             faults["other"] += 1
             print(f"{run} differs from {peace}", file=sys.stderr)
     return faults, counts
@@ -207,8 +211,8 @@ def one_run(recipe: Path, run: Path, how: str, rng: random.Random, counts: Count
         if hit:
             counts["hits"] += 1
             counts[f"after {attempt.last_kind}"] += 1
-            if how == "full":
-                starve(attempt, rng)
+            if how not in SIGNALS:
+                starve(attempt, rng, how)
             else:
                 os.kill(attempt.pid, SIGNALS[how])
         code = attempt.end()
@@ -217,23 +221,38 @@ def one_run(recipe: Path, run: Path, how: str, rng: random.Random, counts: Count
         if fault:
             print(f"{run}: {fault}, after {attempt.last_kind}; saved was {newest}", file=sys.stderr)
             return Counter([fault])
-        if code == ENDED_WELL and (how != "full" or not hit):
+        if code == ENDED_WELL and (how in SIGNALS or not hit):
             return Counter()
-        expected = {"kill": {-signal.SIGKILL}, "term": {STOPPED, -signal.SIGTERM}, "full": {ENDED_WELL, NO_DISK}}[how] if hit else set()
+        expected = (
+            {
+                "kill": {-signal.SIGKILL},
+                "term": {STOPPED, -signal.SIGTERM},
+                "full": {ENDED_WELL, NO_DISK},
+                "memory": {ENDED_WELL, NO_MEMORY, -signal.SIGABRT},
+            }[how]
+            if hit
+            else set()
+        )
         if code not in expected:
             print(f"{run}: exit code {code}: {run.with_suffix('.log').read_text()[-400:]}", file=sys.stderr)
             return Counter(["failed"])
 
 
-def starve(attempt: Attempt, rng: random.Random) -> None:
-    """For a while no file may grow beyond some size: of a line, of a part of the weights, of a part of a snapshot."""
-    limit = int(10 ** rng.uniform(1, 7))
-    _, hard = resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE, (limit, hard))
-    attempt.watch(time.monotonic() + rng.uniform(0, LONGEST_WAIT_S))
+def starve(attempt: Attempt, rng: random.Random, how: str) -> None:
+    """For a while no file may grow beyond some size (of a line, of a part of the weights, of a part of a snapshot), or the process may
+    map only some MiB more."""
+    kind = resource.RLIMIT_FSIZE if how == "full" else resource.RLIMIT_AS
+    _, hard = resource.prlimit(attempt.pid, kind)
     try:
-        resource.prlimit(attempt.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    except ProcessLookupError:
+        if how == "full":
+            limit = int(10 ** rng.uniform(1, 7))
+        else:
+            pages = int(Path(f"/proc/{attempt.pid}/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + int(2 ** rng.uniform(18, 25))
+        resource.prlimit(attempt.pid, kind, (limit, hard))
+        attempt.watch(time.monotonic() + rng.uniform(0, LONGEST_WAIT_S))
+        resource.prlimit(attempt.pid, kind, (hard, hard))
+    except (ProcessLookupError, FileNotFoundError):
         return
 
 
@@ -255,6 +274,9 @@ def differs(run: Path, other: Path, best: bool) -> bool:
     ours, theirs = load_snapshot(run / "snapshot"), load_snapshot(other / "snapshot")
     assert ours is not None
     assert theirs is not None
+    micro_batches = {json.loads((folder / "plan.json").read_text(encoding="utf-8"))["micro_batch"] for folder in (run, other)}
+    if len(micro_batches) > 1:  # memory left no other way
+        return False
     if any(ours.state[part] != theirs.state[part] for part in ("optimizer", "scaler", "rng")):
         return True
     names = ("best", "last") if best else ("last",)
@@ -267,7 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="hits in all")
-    parser.add_argument("--how", choices=("kill", "term", "full"), default="kill")
+    parser.add_argument("--how", choices=("kill", "term", "full", "memory"), default="kill")
+    parser.add_argument("--workers", type=int, default=0, help="of the loader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a new folder for the runs, which stay there")
     options = parser.parse_args(arguments)
@@ -277,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         os.environ["HIRESVIS_CACHE"] = str(folder / "cache")
-        faults, counts = torture(folder, options.count, options.how, options.seed)
+        faults, counts = torture(folder, options.count, options.how, options.seed, options.workers)
     where = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()) if kind.startswith("after"))
     seconds = time.monotonic() - started
     print(
