@@ -218,8 +218,14 @@ def _high_water() -> int:
     return 0
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out: CUDA's, the CPU allocator's, cuDNN's or cuBLAS's, Python's."""
+def is_out_of_memory(error: BaseException, device: torch.device | None = None) -> bool:
+    """Whether the error says that memory ran out: CUDA's, the CPU allocator's, cuDNN's or cuBLAS's, Python's.
+
+    Args:
+        device: whose memory is asked about; on a GPU's account, what the host lacks does not count. None: any.
+    """
+    if device is not None and device.type != "cpu" and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)

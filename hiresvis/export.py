@@ -28,7 +28,7 @@ from hiresvis.data.sources import Sample
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
 from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_onnx
 from hiresvis.recipe import Resolution
-from hiresvis.run.files import json_text, reason
+from hiresvis.run.files import json_text, reason, sync
 from hiresvis.train.snapshot import save_weights
 from hiresvis.trained import Trained, open_run
 from hiresvis.units import format_size
@@ -233,11 +233,11 @@ def _folder(out: Path, *, force: bool) -> Iterator[Path]:
         yield stage
         with _blamed_on(out):
             for path in (*stage.iterdir(), stage):
-                _sync(path)
+                sync(path)
             if out.exists():
                 os.replace(out, old)
             os.replace(stage, out)
-            _sync(out.parent)
+            sync(out.parent)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         if old.exists() and not out.exists():
@@ -267,15 +267,6 @@ def _blamed_on(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise EnvironmentFailed(f"{out}: not written ({reason(error)}); give another folder to --out") from error
-
-
-def _sync(path: Path) -> None:
-    with suppress(OSError):  # some network file systems refuse to sync folders
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _shape(sizes: list[Any]) -> str:

@@ -30,6 +30,7 @@ from hiresvis.data.loader import EvalLoader, TrainLoader, batch_sizes, part_size
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
 from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
+from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
 from hiresvis.predictions import predictions_text
@@ -63,7 +64,7 @@ from hiresvis.train.freezing import needs_two_images
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
 from hiresvis.train.progress import Progress, RunLimits
-from hiresvis.train.relief import Relief, evaluation_in_room, first_line, other_micro_batch, plan_chosen
+from hiresvis.train.relief import Relief, evaluation_in_room, first_line
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
@@ -97,12 +98,12 @@ def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) ->
         try:
             for event in run.resumed() if resume else run.new(dry_run=dry_run):
                 stamped = event if event.time else replace(event, time=time.time())
-                lost = run.record(stamped)
-                yield stamped
-                for notice in (*lost, *run.track(stamped)):
-                    yield replace(notice, time=time.time())
+                yield from run.told(stamped)
+                for notice in run.track(stamped):
+                    yield from run.told(replace(notice, time=time.time()))
         finally:
-            list(run.trackers.close())  # nobody listens any more
+            for notice in run.trackers.close():  # nobody listens any more
+                run.record(replace(notice, time=time.time()))
 
 
 @dataclass(slots=True)
@@ -124,20 +125,26 @@ class _Run:
     def __post_init__(self) -> None:
         self.resolution = Resolution(self.loaded)
         self.device = pick_device()
-        config = {entry.key: entry.value for entry in self.resolution.entries}
-        self.trackers = Trackers(self.loaded.recipe.log.to, self.loaded.run_dir, config)
+        self.trackers = Trackers(self.loaded.recipe.log.to, self.loaded.run_dir)
 
-    def record(self, event: Event) -> list[Notice]:
+    def told(self, event: Event) -> Iterator[Event]:
+        """The event, which is in the run folder by then; and that the folder failed, once."""
+        lost = self.record(event)
+        yield event
+        if lost:
+            yield replace(lost, time=time.time())
+
+    def record(self, event: Event) -> Notice | None:
         """Writes the event to the run folder; a disk that fails is told once, and the run goes on."""
         if self.folder is None:
             self.early.append(event)
-            return []
+            return None
         try:
             self.folder.record(event)
         except EnvironmentFailed as error:
             told, self.record_failed = self.record_failed, True
-            return [] if told else [Notice(level="error", text=f"{error}; training goes on, its log has gaps")]
-        return []
+            return None if told else Notice(level="error", text=f"{error}; training goes on, its log has gaps")
+        return None
 
     def track(self, event: Event) -> Iterator[Notice]:
         """Hands the event to the trackers of `log.to`, which open with the run folder."""
@@ -145,7 +152,7 @@ class _Run:
             return
         if not self.tracking:
             self.tracking = True
-            yield from self.trackers.start()
+            yield from self.trackers.start({entry.key: entry.value for entry in self.resolution.entries})
         yield from self.trackers.record(event)
 
     def new(self, *, dry_run: bool) -> Iterator[Event]:
@@ -487,7 +494,7 @@ class _Run:
             budget=parts.budget,
             limits=parts.limits,
             train_loader=train_loader,
-            changed=lambda now: folder.write_json("plan.json", {**stored, **plan_json(parts, now)}),
+            changed=lambda now: self._write_plan(parts, now, stored),
             check=check,
             replan=recipe.memory.on_oom == "replan",
             resume_command=self._command("fit", "--resume"),
@@ -529,6 +536,18 @@ class _Run:
             relief.remove()
             train_loader.close()
             val_loader.close()
+
+    def _write_plan(self, parts: Parts, plan: CheckpointPlan, stored: Mapping[str, Any]) -> None:
+        """A plan that came into being in training: plan.json, and what the recipe's autos are now.
+
+        Raises:
+            EnvironmentFailed: not written.
+        """
+        assert self.folder is not None
+        measured = {**stored["measured"], "of_an_earlier_plan": True}
+        self.folder.write_json("plan.json", {**stored, **plan_json(parts, plan), "measured": measured})
+        self._settle_plan(plan)
+        self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
 
     def _events(self, trainer: Trainer, relief: Relief, parts: Parts, step: TrainStep, settled: _Settled, counted: int) -> Iterator[Event]:
         first = relief.plan
@@ -583,12 +602,14 @@ class _Run:
         folder = self.folder
         assert folder is not None
         step.model.load_state_dict(load_file(folder.best_weights))
-        val = trainer.best_evaluation
+        val, batch = trainer.best_evaluation, relief.plan.eval_batch
         if val is None:
             val = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, relief, settled)
         results = {"val": val}
         if parts.datasets.test is not None:
             results["test"] = yield from self._evaluation(trainer.progress, step, parts.datasets.test.samples, parts, relief, settled)
+            if relief.plan.eval_batch != batch:  # `evaluate` will take the batch that is left, for both
+                results["val"] = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, relief, settled)
             found = results["test"]
             value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
             yield Evaluated(

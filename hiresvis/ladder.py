@@ -13,7 +13,7 @@ from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import offloaded_bytes
 from hiresvis.memory.plan import CheckpointPlan, NoPlan, Segment, store_all, uniform
 from hiresvis.memory.search import FREEDOMS, Candidate, Limits, Planner, Rung
-from hiresvis.run.events import LadderRow
+from hiresvis.run.events import LadderRow, PlanChosen
 from hiresvis.units import GIB, MIB, format_size
 
 EVAL_IMAGES = 16  # an evaluation batch above this gains nothing
@@ -109,6 +109,28 @@ def _row(planner: Planner, number: int, spacing: str, candidate: Candidate, fits
         recompute_fraction=round(candidate.recompute_fraction(planner.profile), 4),
         verdict=verdict,
     )
+
+
+def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanChosen:
+    """The event that tells of a plan."""
+    return PlanChosen(
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        batch=plan.batch,
+        precision=plan.precision,
+        stages=plan.stages,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=measured_peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        recompute_fraction=plan.recompute_fraction,
+        why=plan.why,
+    )
+
+
+def other_micro_batch(before: int, plan: CheckpointPlan) -> str:
+    """What it means that a run goes on with a smaller micro-batch."""
+    text = f"micro-batch {before} leaves no plan that fits: {plan.micro_batch} from here on. The batch stays {plan.batch}, so only "
+    return f"{text}rounding differs (and batch statistics, where the model takes any)"
 
 
 def refusal(profile: MemoryProfile, answer: NoPlan, limits: Limits, remedies: tuple[str, ...], *, recipe: bool = True) -> DoesNotFit:

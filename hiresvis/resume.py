@@ -186,7 +186,8 @@ def read_plan(run: RunDirectory) -> tuple[dict[str, Any], CheckpointPlan]:
 
 def too_little_memory(stored: Mapping[str, Any], parts: Parts) -> str | None:
     """What to say where the plan took more on the machine that it was made on than there is to use here; None: it fits."""
-    peak, budget = int(stored["measured"]["resident_peak_bytes"]), parts.budget
+    measured, budget = stored["measured"], parts.budget
+    peak = int(stored["predicted_peak_bytes"] if measured.get("of_an_earlier_plan") else measured["resident_peak_bytes"])
     if peak <= budget.total_bytes:
         return None
     return (

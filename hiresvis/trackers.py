@@ -7,7 +7,8 @@ each evaluation. Each keeps its own settings (WANDB_MODE, MLFLOW_TRACKING_URI an
 
 from __future__ import annotations
 
-import hashlib
+import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiresvis.errors import EnvironmentFailed
-from hiresvis.run.events import EpochDone, Evaluated, Event, Notice, StepDone
+from hiresvis.run.events import EpochDone, EpochStarted, Evaluated, Event, Notice, StepDone
+from hiresvis.run.files import write_text
 
 _MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -35,39 +37,44 @@ class Trackers:
 
     Args:
         names: of those that `log.to` may name; others (csv, jsonl) are the run folder's own.
-        run_dir: where TensorBoard's files and the trackers' names come from.
-        config: dotted keys of the recipe to plain values.
+        run_dir: where TensorBoard's files and the trackers' names come from; a name drawn once is kept there (`trackers.json`).
 
     Raises:
         EnvironmentFailed: a tracker is not installed: told before training, not an hour later.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, names: Sequence[str], run_dir: Path) -> None:
         self._names = tuple(name for name in names if name in _MODULES)
-        self._run_dir, self._config = run_dir, config
+        self._run_dir = run_dir
         self._open: dict[str, Tracker] = {}
-        self._num_steps = 0
-        missing = [name for name in self._names if not _is_there(name)]
+        self._step = self._num_steps = 0
+        missing = {name: why for name in self._names if (why := _missing(name))}
         if missing:
+            named = ", ".join(f"{name} ({why})" for name, why in missing.items())
             raise EnvironmentFailed(
-                f"log.to names {', '.join(missing)}, which cannot be imported; pip install 'hiresvis[loggers]', or leave it out of log.to"
+                f"log.to names {named}, which cannot be imported; pip install 'hiresvis[loggers]', or leave it out of log.to"
             )
 
-    def start(self) -> Iterator[Notice]:
-        """Opens them; one that fails is told."""
+    def start(self, config: Mapping[str, Any]) -> Iterator[Notice]:
+        """Opens them; one that fails is told.
+
+        Args:
+            config: dotted keys of the recipe to plain values, autos settled.
+        """
         for name in self._names:
-            yield from self._tried(name, partial(self._begin, name))
+            yield from self._tried(name, partial(self._begin, name, config))
 
     def record(self, event: Event) -> Iterator[Notice]:
         """Hands an event's numbers on; a tracker that fails is told, and left out from then on."""
-        if isinstance(event, StepDone):
-            self._num_steps = event.num_steps
+        if isinstance(event, EpochStarted):
+            self._step, self._num_steps = (event.epoch - 1) * event.num_steps + event.first_step - 1, event.num_steps
+        elif isinstance(event, StepDone):
+            self._step = (event.epoch - 1) * event.num_steps + event.step
         values = _numbers(event)
         if not values:
             return
-        step = _step_of(event, self._num_steps)
         for name, tracker in list(self._open.items()):
-            yield from self._tried(name, partial(tracker.log, values, step))
+            yield from self._tried(name, partial(tracker.log, values, self._step))
 
     def close(self) -> Iterator[Notice]:
         """Closes them."""
@@ -75,24 +82,30 @@ class Trackers:
             yield from self._tried(name, tracker.close)
         self._open = {}
 
-    def _begin(self, name: str) -> None:
-        self._open[name] = _OPEN[name](self._run_dir, self._config)
+    def _begin(self, name: str, config: Mapping[str, Any]) -> None:
+        self._open[name] = _OPEN[name](self._run_dir, config)
 
     def _tried(self, name: str, do: Callable[[], object]) -> Iterator[Notice]:
         try:
             do()
         except Exception as error:  # another program's fault, of whatever kind, is no reason to lose a run
             self._open.pop(name, None)
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            yield Notice(level="warning", text=f"{name} failed ({text}); training goes on without it, the run folder has everything")
+            yield Notice(
+                level="warning", text=f"{name} failed ({_first_line(error)}); training goes on without it, the run folder has everything"
+            )
 
 
-def _is_there(name: str) -> bool:
+def _missing(name: str) -> str:
+    """Why a tracker cannot be imported; empty where it can. A broken one raises whatever it likes."""
     try:
         import_module(_MODULES[name])
-    except ImportError:
-        return False
-    return True
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _numbers(event: Event) -> dict[str, float]:
@@ -105,12 +118,6 @@ def _numbers(event: Event) -> dict[str, float]:
         case Evaluated():
             return {f"{event.split}/{name}": float(value) for name, value in {"loss": event.loss, **event.metrics}.items()}
     return {}
-
-
-def _step_of(event: Event, num_steps: int) -> int:
-    """Optimizer steps done in the whole run at the event."""
-    epoch = int(getattr(event, "epoch", 0))
-    return (epoch - 1) * num_steps + event.step if isinstance(event, StepDone) else epoch * num_steps
 
 
 class _TensorBoard:
@@ -165,8 +172,14 @@ class _MLflow:
 
 
 def _id_of(run_dir: Path) -> str:
-    """A name that a resumed run has again, and no other."""
-    return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
+    """A name drawn when the run began and kept in its folder, so that a resumed run has it again, and no other run."""
+    path = run_dir / "trackers.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        drawn = uuid.uuid4().hex[:16]
+        write_text(path, json.dumps({"id": drawn}))
+        return drawn
 
 
 _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow}

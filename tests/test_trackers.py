@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hiresvis import trackers as trackers_module
 from hiresvis.errors import EnvironmentFailed
-from hiresvis.run.events import Evaluated, Notice, StepDone
+from hiresvis.run.events import EpochStarted, Evaluated, Notice, StepDone
 from hiresvis.trackers import Trackers
 
 
@@ -21,22 +22,24 @@ def _step(epoch: int, step: int, loss: float) -> StepDone:
 EVALUATED = Evaluated(
     epoch=2, split="val", loss=0.5, metrics={"accuracy": 0.75}, metric="accuracy", value=0.75, is_best=True, best_value=0.75, best_epoch=2
 )
-EVENTS = (_step(1, 1, 3.0), _step(2, 2, 2.0), EVALUATED)
+TESTED = replace(EVALUATED, split="test", epoch=1)  # the best epoch, which need not be the last
+EVENTS = (EpochStarted(epoch=1, num_steps=3), _step(1, 1, 3.0), _step(2, 3, 2.0), EVALUATED, TESTED)
 
 
 def _run(trackers: Trackers) -> list[Notice]:
-    return [*trackers.start(), *(notice for event in EVENTS for notice in trackers.record(event)), *trackers.close()]
+    return [*trackers.start({"optim.lr": 0.1}), *(notice for event in EVENTS for notice in trackers.record(event)), *trackers.close()]
 
 
 def test_tensorboard_holds_the_numbers_by_optimizer_step(tmp_path: Path):
     """Training by the run's step, evaluation at its epoch's end; read back by TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert _run(Trackers(["csv", "tensorboard"], tmp_path, {"optim.lr": 0.1})) == []
+    assert _run(Trackers(["csv", "tensorboard"], tmp_path)) == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 3.0), (5, 2.0)]
-    assert [(event.step, event.value) for event in found.Scalars("val/accuracy")] == [(6, 0.75)]
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 3.0), (6, 2.0)]
+    for split in ("val", "test"):
+        assert [(event.step, event.value) for event in found.Scalars(f"{split}/accuracy")] == [(6, 0.75)]
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs, of their own libraries
@@ -47,7 +50,7 @@ def test_others_take_the_numbers_where_they_are_installed(tmp_path: Path, name: 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracked.db")
     for _ in range(2):
-        assert _run(Trackers([name], tmp_path / "run", {"optim.lr": 0.1})) == []
+        assert _run(Trackers([name], tmp_path / "run")) == []
     if name == "mlflow":
         import mlflow
 
@@ -60,8 +63,8 @@ def test_others_take_the_numbers_where_they_are_installed(tmp_path: Path, name: 
 def test_missing_tracker_is_refused_before_training_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Named, with what to install."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(EnvironmentFailed, match=r"log\.to names wandb, which cannot be imported; pip install 'hiresvis\[loggers\]'"):
-        Trackers(["jsonl", "wandb"], tmp_path, {})
+    with pytest.raises(EnvironmentFailed, match=r"log\.to names wandb \(.*\), which cannot be imported; pip install 'hiresvis\[loggers\]'"):
+        Trackers(["jsonl", "wandb"], tmp_path)
 
 
 @pytest.mark.parametrize("when", ["open", "log", "close"])
@@ -93,9 +96,9 @@ def test_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypatc
             got.append("closed")
 
     monkeypatch.setattr(trackers_module, "_OPEN", {"tensorboard": Failing, "wandb": Working})
-    monkeypatch.setattr(trackers_module, "_is_there", lambda name: True)
-    (notice,) = _run(Trackers(["tensorboard", "wandb"], tmp_path, {}))
+    monkeypatch.setattr(trackers_module, "_missing", lambda name: "")
+    (notice,) = _run(Trackers(["tensorboard", "wandb"], tmp_path))
     assert notice.level == "warning"
     assert notice.text.startswith("tensorboard failed (")
     assert "\n" not in notice.text
-    assert got == [1, 5, 6, "closed"]
+    assert got == [1, 6, 6, 6, "closed"]

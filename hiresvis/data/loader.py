@@ -212,7 +212,7 @@ class EvalLoader:
         return -(-sum(self._num_windows()) // self.batch)
 
     def set_batch(self, batch: int) -> None:
-        """Changes the batch (evaluation ran out of memory); results do not depend on it."""
+        """Changes the batch (evaluation ran out of memory); results then differ by rounding, for kernels may sum in another order."""
         assert batch >= 1, batch
         self.batch = batch
 

@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise EnvironmentFailed(f"{path}: not written ({reason(error)}); {_remedy(error)}") from error
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -88,9 +88,10 @@ def _remedy(error: OSError) -> str:
     return "check that the folder is there and can be written, or choose another log.dir"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or the renames in a folder, last, as far as the file system can."""
     with suppress(OSError):  # some network file systems refuse to sync folders; the rename is done all the same
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -21,7 +21,7 @@ import torch
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import PeakMeter, StorageCounter, is_out_of_memory, release
 from hiresvis.errors import DoesNotFit
-from hiresvis.ladder import explain, ladder_rows, refusal, segments_of, with_eval_batch
+from hiresvis.ladder import explain, ladder_rows, plan_chosen, refusal, segments_of, with_eval_batch
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
@@ -31,7 +31,6 @@ from hiresvis.memory.timing import measured_rates, priced_by
 from hiresvis.run.events import Event, LadderRow, Notice
 from hiresvis.train.evaluate import eval_mode
 from hiresvis.train.pace import time_units
-from hiresvis.train.relief import plan_chosen
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.units import format_size

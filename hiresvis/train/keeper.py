@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from hiresvis.errors import RunFolderError
 from hiresvis.train.progress import Progress
@@ -44,7 +46,15 @@ class Keeper:
             "sound": progress.trend.is_sound and not progress.non_finite_in_a_row,
             "versions": {name: version(name) for name in ("torch", "timm")},
         }
-        save_snapshot(self.snapshot_dir, tensors=tensors, state=state)
+        save_snapshot(self.snapshot_dir, tensors=tensors, state=state, worth_keeping=_is_sound)
+
+    def load_newest(self) -> Snapshot | None:
+        """The newest snapshot that is whole; None where there is none.
+
+        Raises:
+            RunFolderError: the files were changed by something else.
+        """
+        return load_snapshot(self.snapshot_dir)
 
     def load_sound(self) -> Snapshot | None:
         """The newest snapshot from before training went wrong; None where there is none.
@@ -52,7 +62,7 @@ class Keeper:
         Raises:
             RunFolderError: the files were changed by something else.
         """
-        return load_snapshot(self.snapshot_dir, accept=lambda state: state.get("sound", True))
+        return load_snapshot(self.snapshot_dir, accept=_is_sound)
 
     def restore(self, snapshot: Snapshot, *, metric: str, num_steps: int) -> Progress:
         """Puts model, optimizer and scaler back (the random state waits for `restore_rng`) and returns where the run was.
@@ -109,3 +119,8 @@ class Keeper:
             progress.best_value, progress.best_epoch = float(note["value"]), int(note["epoch"])
         else:
             progress.best_value, progress.best_epoch = None, 0
+
+
+def _is_sound(state: Mapping[str, Any]) -> bool:
+    """Whether a snapshot is from before training went wrong."""
+    return bool(state.get("sound", True))

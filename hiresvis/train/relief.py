@@ -18,12 +18,13 @@ from typing import Any
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import is_out_of_memory, release
 from hiresvis.errors import DoesNotFit, EnvironmentFailed
+from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import CheckpointPlan, NoPlan
 from hiresvis.memory.search import Candidate, Limits, Planner
-from hiresvis.run.events import Event, Notice, PlanChosen
+from hiresvis.run.events import Event, Notice
 from hiresvis.train.evaluate import Evaluation, evaluation_steps
 from hiresvis.train.step import TrainStep
 from hiresvis.units import format_size
@@ -128,7 +129,8 @@ class Relief:
         """
         base, need, micro_batch = self._budget.baseline_bytes, self.plan.predicted_peak_bytes, self.plan.micro_batch
         # Evaluation makes room for itself, so it does not stand in training's way here.
-        setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=base, reserve_bytes=self._budget.reserve_bytes)
+        # The reserve is the plan's own: the finder may have corrected it, and another would make the same plan look tighter.
+        setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=base, reserve_bytes=self.plan.parts["reserve"])
         less = base + (need - base) * 9 // 10
         while micro_batch:
             limits = replace(self._limits, batch=self.plan.batch, micro_batch=micro_batch)
@@ -177,34 +179,12 @@ def evaluation_in_room(
         try:
             return (yield from evaluation_steps(step, loader, name_of=name_of))
         except (RuntimeError, MemoryError) as error:
-            if relief is None or not is_out_of_memory(error):
+            if relief is None or not is_out_of_memory(error, step.device):
                 raise
             what = first_line(error)
         yield from relief.evaluation(loader, what)
 
 
-def other_micro_batch(before: int, plan: CheckpointPlan) -> str:
-    """What it means that a run goes on with a smaller micro-batch."""
-    text = f"micro-batch {before} leaves no plan that fits: {plan.micro_batch} from here on. The batch stays {plan.batch}, so only "
-    return f"{text}rounding differs (and batch statistics, where the model takes any)"
-
-
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(". ")
-
-
-def plan_chosen(plan: CheckpointPlan, measured_peak_bytes: int | None) -> PlanChosen:
-    """The event that tells of a plan."""
-    return PlanChosen(
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        batch=plan.batch,
-        precision=plan.precision,
-        stages=plan.stages,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=measured_peak_bytes,
-        budget_bytes=plan.budget_bytes,
-        recompute_fraction=plan.recompute_fraction,
-        why=plan.why,
-    )

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiresvis.errors import EnvironmentFailed, RunFolderError
+from hiresvis.run.files import sync
 from hiresvis.units import format_size
 
 _FORMAT = 2
@@ -44,13 +45,20 @@ class Snapshot:
     note: str = ""
 
 
-def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def save_snapshot(
+    folder: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    worth_keeping: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+) -> None:
     """Replaces the folder's snapshot in one instant; the previous one stays until the new one is whole and on the disk.
 
     Args:
         folder: made when missing.
         tensors: from any device; aliased and non-contiguous ones are allowed.
         state: JSON values.
+        worth_keeping: whether the state that is replaced shall be the previous one; where not, the previous one stays as it is.
 
     Raises:
         EnvironmentFailed: the disk is full or not writable; the previous snapshot is intact.
@@ -63,16 +71,16 @@ def save_snapshot(folder: Path, *, tensors: Mapping[str, Tensor], state: Mapping
         own = {"tensors": tensor_path.name, "bytes": tensor_path.stat().st_size, "checksum": _checksum(tensor_path)}
         commit = {"format": _FORMAT, "generation": generation, **own, "state_checksum": _digest(state), "state": state}
         _write_synced(temporary, json.dumps(commit))
-        _keep_as_previous(folder)
-        _sync_folder(folder)
+        _keep_as_previous(folder, worth_keeping)
+        sync(folder)
         os.replace(temporary, folder / _STATE)
-        _sync_folder(folder)
     except (OSError, SafetensorError) as error:
         for leftover in (temporary, tensor_path):
             with suppress(OSError):
                 leftover.unlink(missing_ok=True)
         kept = "the previous snapshot is kept" if (folder / _STATE).is_file() else "there is no earlier one"
         raise EnvironmentFailed(_disk_message("snapshot", folder, error, kept)) from error
+    sync(folder)
     named = {tensor_path.name, _tensors_of(folder / _PREVIOUS)}
     for path in folder.glob("tensors-*.safetensors"):
         if path.name not in named:
@@ -121,7 +129,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_tensors(temporary, weights, metadata)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -163,16 +171,6 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes renames in the folder last; only POSIX can open a folder for that."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class _OtherVersion(RunFolderError):
@@ -232,10 +230,11 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _keep_as_previous(folder: Path) -> None:
-    """state.json under a second name, unless it is not whole: then the earlier previous one stays."""
+def _keep_as_previous(folder: Path, worth_keeping: Callable[[Mapping[str, Any]], bool]) -> None:
+    """state.json under a second name, unless it is not whole or not worth it: then the earlier previous one stays."""
     try:
-        if _read_commit(folder / _STATE) is None:
+        commit = _read_commit(folder / _STATE)
+        if commit is None or (not worth_keeping(commit["state"]) and (folder / _PREVIOUS).is_file()):
             return
     except RunFolderError:
         return

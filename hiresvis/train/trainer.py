@@ -216,7 +216,7 @@ class Trainer:
                 self._step.take_back(mark)  # a part of the batch may be accumulated
                 yield from self._unreadable(error, "data.train")
             except (RuntimeError, MemoryError) as error:
-                if self._relief is None or not is_out_of_memory(error):
+                if self._relief is None or not is_out_of_memory(error, self._step.device):
                     raise
                 ran_out = first_line(error)
             else:
@@ -258,13 +258,17 @@ class Trainer:
             yield from self._relief.training(where, setback.out_of_memory)
             if not setback.intact:
                 yield self._notice("warning", "the optimizer broke off half way: going back to the last snapshot")
-                self._go_back(self._keeper.load_sound())
+                self._go_back(self._keeper.load_newest())
             return
-        snapshot = self._keeper.load_sound() if progress.num_rollbacks < self._limits.rollbacks else None
+        snapshot = self._keeper.load_sound()
         if snapshot is None:
             raise TrainingFailed(setback.diverged)
         self._go_back(snapshot)
         after = self.progress
+        if progress.num_rollbacks >= self._limits.rollbacks:
+            after.lr_scale, after.num_rollbacks = 1.0, 0  # whoever resumes does so with another learning rate
+            yield from self._save()
+            raise TrainingFailed(setback.diverged)
         after.lr_scale, after.num_rollbacks = progress.lr_scale * ROLLBACK_LR, progress.num_rollbacks + 1
         text = f"{setback.diverged} Going back to epoch {after.epoch}, step {after.step}, with {after.lr_scale:.2g} of the learning rate "
         yield self._notice("warning", f"{text}(rollback {after.num_rollbacks} of {self._limits.rollbacks} at most)")

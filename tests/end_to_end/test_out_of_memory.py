@@ -114,6 +114,7 @@ def test_each_part_of_a_step_is_done_again_exactly(straight, tmp_path, operator,
         assert (len(plans), stored["eval_batch"]) == (1, 8)
     else:
         assert plans[1].predicted_peak_bytes < plans[0].predicted_peak_bytes
+        assert stored["measured"]["of_an_earlier_plan"]
         assert stored["predicted_peak_bytes"] == stored["checkpoint_plan"]["predicted_peak_bytes"] == plans[1].predicted_peak_bytes
         assert "memory ran out" in stored["why"]
 

@@ -80,6 +80,16 @@ def _poison(trainer, *, from_step: int, until_lr_below: float):
     step.accumulate = poisoned
 
 
+def test_snapshots_of_bad_steps_do_not_take_the_place_of_the_sound_one(small, tmp_path):
+    """Saved after every step, the five bad ones included: there still is a point to go back to."""
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4, rollbacks=2, save_every=0.0))
+    _poison(trainer, from_step=4, until_lr_below=0.2)
+    events = list(trainer.fit())
+    told = [event.text for event in events if isinstance(event, Notice) and "Going back" in event.text]
+    assert [text[text.index("Going back") :][:29] for text in told] == ["Going back to epoch 2, step 1"] * 2
+    assert events[-1].reason == "completed"
+
+
 def test_run_that_diverges_goes_back_with_a_lower_rate_and_ends(small, tmp_path):
     """Five bad steps in a row: back to the last sound snapshot, three tenths of the rate from there on; that is saved, and told."""
     trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4, rollbacks=2))
@@ -99,10 +109,12 @@ def test_run_that_diverges_goes_back_with_a_lower_rate_and_ends(small, tmp_path)
 
 
 def test_run_that_diverges_once_too_often_ends_with_advice(small, tmp_path):
-    """After the last rollback the error comes; what was saved can be resumed."""
+    """After the last rollback the error comes; what is resumed is the sound point, with its rollbacks before it again."""
     trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4, rollbacks=1))
     _poison(trainer, from_step=4, until_lr_below=0.0)
     with pytest.raises(TrainingFailed, match="5 optimizer steps in a row were not finite"):
         list(trainer.fit())
     state = load_snapshot(tmp_path / "snapshot").state
-    assert (state["progress"]["num_rollbacks"], state["sound"]) == (1, False)
+    progress = state["progress"]
+    assert (progress["num_rollbacks"], progress["lr_scale"], state["sound"]) == (0, 1.0, True)
+    assert (progress["epoch"], progress["step"]) == (2, 0)

@@ -340,3 +340,26 @@ def test_random_states_come_back(tmp_path):
     snapshot = load_snapshot(tmp_path)
     unpack_rng(snapshot.tensors, snapshot.state)
     assert (torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), random.gauss(0, 1), random.random()) == drawn
+
+
+def test_state_that_is_not_worth_keeping_does_not_take_the_place_of_one_that_is(tmp_path):
+    """However many such states are saved one after another, the last one before them is still there."""
+    for n in (1, 2, 3, 4, 5):
+        save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n}, worth_keeping=lambda state: state["n"] < 3)
+    assert _value(tmp_path) == (5.0, 5)
+    assert load_snapshot(tmp_path, accept=lambda state: state["n"] < 3).state["n"] == 2
+
+
+def test_folder_that_cannot_be_synced_keeps_its_snapshots(tmp_path, monkeypatch):
+    """Some network file systems refuse to sync folders: saving goes on, and nothing that was committed is taken back."""
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if os.path.isdir(path):
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for n in (1, 2):
+        save_snapshot(tmp_path, tensors=_tensors(n), state={"n": n})
+    assert _value(tmp_path) == (2.0, 2)

@@ -1,0 +1,70 @@
+"""Room made after memory ran out: what a tighter plan is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hiresvis.backbone.trace import trace_costs
+from hiresvis.device import is_out_of_memory
+from hiresvis.memory.budget import Budget
+from hiresvis.memory.peak import StepSetting
+from hiresvis.memory.search import Limits, Planner
+from hiresvis.train.optim import build_optimizer
+from hiresvis.train.relief import Relief
+from hiresvis.units import GIB, MIB
+
+PX, BATCH = 64, 64
+
+
+@pytest.fixture(scope="module")
+def traced(small):
+    """A small network and its costs."""
+    step = small.make_step("test_resnet")
+    _, profile = trace_costs(
+        step.model,
+        name="test_resnet",
+        image_size=(PX, PX),
+        in_chans=3,
+        num_classes=small.CLASSES,
+        precision="fp32",
+        channels_last=False,
+        block=64,
+        raw_image_bytes=PX * PX * 3,
+        make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
+        optimizer_name="adamw",
+        clip_grad=1.0,
+    )
+    return step, profile
+
+
+@pytest.mark.parametrize("reserve", [1 * MIB, 50 * MIB, 400 * MIB])
+def test_tighter_plan_needs_less_whatever_was_left_in_reserve(small, traced, reserve):
+    """The finder may have raised or lowered the reserve: what is compared is what the plan itself needs, and it falls each time."""
+    step, profile = traced
+    budget = Budget(GIB, 0, GIB, 0, 50 * MIB, "given")
+    limits = Limits(batch=BATCH, micro_batch=None)
+    planner = Planner(profile, GIB, StepSetting(accumulates=False, eval_batch=1, reserve_bytes=reserve), replace(limits, micro_batch=BATCH))
+    plan = planner.plan(planner.best(BATCH), "")
+    loader = small.Images(BATCH, batch=BATCH)
+    loader.set_micro_batch = lambda count: None
+    relief = Relief(step=step, plan=plan, profile=profile, budget=budget, limits=limits, train_loader=loader)
+    try:
+        needs = [plan.predicted_peak_bytes - plan.parts["reserve"]]
+        for _ in range(2):
+            list(relief.training("epoch 1, step 1", "so much"))
+            needs.append(relief.plan.predicted_peak_bytes - relief.plan.parts["reserve"])
+    finally:
+        relief.remove()
+    assert needs[0] > needs[1] > needs[2]
+
+
+def test_memory_of_the_host_is_not_the_gpus(small):
+    """A plan for a GPU is not tightened because the host ran out while decoding."""
+    host = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+    for error in (MemoryError(), host):
+        assert is_out_of_memory(error, torch.device("cpu"))
+        assert not is_out_of_memory(error, torch.device("cuda"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), torch.device("cuda"))
