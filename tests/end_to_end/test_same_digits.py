@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_workshop):
 
 
 def metrics_of(scores: np.ndarray, labels: list[str]) -> dict[str, float]:
-    return compute_metrics(torch.from_numpy(scores), torch.tensor([CLASSES.index(label) for label in labels]))
+    return compute_metrics("classify", torch.from_numpy(scores), torch.tensor([CLASSES.index(label) for label in labels]))
 
 
 def predicted(work, folder: Path | None = None) -> tuple[list[Path], np.ndarray, list[str]]:
