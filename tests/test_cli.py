@@ -16,6 +16,7 @@ import typer
 
 from hiresvis import cli, errors
 from hiresvis.inference import Predictions
+from hiresvis.predictions import table_columns
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Notice
 
@@ -190,7 +191,7 @@ def test_an_unforeseen_error_is_one_line_and_a_file(capsys, tmp_path, monkeypatc
 
 
 def predictions(*rows: dict[str, object]) -> Predictions:
-    return Predictions(("good", "bad"), len(rows), (), iter(rows))
+    return Predictions(table_columns("classify", ("good", "bad")), len(rows), (), iter(rows))
 
 
 SOUND = {"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}, "error": None}
