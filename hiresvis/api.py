@@ -18,7 +18,7 @@ from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint, planne
 from hiresvis.backbone.record import fake_copy
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import block_bytes, in_use, release
-from hiresvis.errors import DoesNotFit, RecipeError
+from hiresvis.errors import DoesNotFit, RecipeError, first_line
 from hiresvis.ladder import explain, missing_stages, refusal, ways_out, with_eval_batch
 from hiresvis.memory.budget import CUDA_BLOCK_BYTES, CUDA_CONTEXT_BYTES, Budget, budget_elsewhere, reserve_of
 from hiresvis.memory.cards import Card, find_card
@@ -316,8 +316,7 @@ def _profile(model: nn.Module, size: tuple[int, int], target: _Target, make_opti
     except ValueError:
         raise
     except Exception as error:  # whatever a model raises for a size that it does not take
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise ValueError(f"{name} cannot be run on images of {channels}x{size[0]}x{size[1]}: {reason}") from error
+        raise ValueError(f"{name} cannot be run on images of {channels}x{size[0]}x{size[1]}: {first_line(error)}") from error
     refuse_compiled_around(model, [name for unit in profile.units for name in unit.modules])
     return replace(without_finer_ways(profile, model), versions={**profile.versions, FINGERPRINT: fingerprint(model)})
 

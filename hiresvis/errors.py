@@ -68,6 +68,11 @@ class DataError(_WithProblems):
 
     exit_code = 3
 
+    @property
+    def reason(self) -> str:
+        """What is wrong, without the places: for a row that names its file itself."""
+        return "; ".join(problem.message for problem in self.problems)
+
 
 class DoesNotFit(HiresvisError):
     """No allowed plan fits the budget. The numbers are attributes as well as text."""
@@ -120,3 +125,8 @@ class Interrupted(HiresvisError):
     def __init__(self, message: str, *, exit_code: int = 130) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library said, short: its first line, or the kind of error where it said nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hiresvis.data.contract import Contract, make_prepare
-from hiresvis.errors import HiresvisError, MissingExtra
+from hiresvis.errors import HiresvisError, MissingExtra, first_line
 from hiresvis.trained import scores
 
 OPSET = 18  # what dynamo's translations are written for; onnxruntime 1.14 and later read it
@@ -223,4 +223,4 @@ def _root(error: BaseException) -> str:
     """The first line of what began it: around that, exporters wrap advice on how to report it to their developers."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}, {(str(error).strip().splitlines() or ['no reason given'])[0][:200]}"
+    return f"{type(error).__name__}, {first_line(error)}"

@@ -16,7 +16,7 @@ import timm
 import torch
 from torch import nn
 
-from hiresvis.errors import Problem, RecipeError
+from hiresvis.errors import Problem, RecipeError, first_line
 
 # What constructors and forward passes raise for a size they do not take; anything else is a fault worth seeing.
 _REFUSALS = (RuntimeError, AssertionError, ValueError, TypeError, IndexError, ZeroDivisionError, AttributeError)
@@ -101,7 +101,7 @@ def _try_size(name: str, size: tuple[int, int] | tuple[int, ...], in_chans: int)
                 model(torch.empty(1, in_chans, *size))
         except _REFUSALS as error:
             if "img_size" not in str(error):  # no such argument: says nothing about the size
-                reasons.append((str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__)
+                reasons.append(first_line(error))
             continue
         if not unread:
             return _Trial(kwargs, stride, patch)

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hiresvis.errors import first_line
+
 SLICES = 8
 _POINTWISE = (
     nn.Identity,
@@ -59,7 +61,7 @@ def _small_run_refuses(module: nn.Module, shape: Sequence[int]) -> str | None:
             whole = copied(images)
             parts = torch.cat([copied(part) for part in images.split(1, dim)], dim)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        return f"it does not take parts of its input ({str(error).splitlines()[0]})"
+        return f"it does not take parts of its input ({first_line(error)})"
     if not isinstance(whole, torch.Tensor) or whole.shape != parts.shape or not torch.allclose(whole, parts, rtol=1e-3, atol=1e-4):
         return "its output at one position depends on others"
     return None

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv, model_entrypoint
 from torch import Tensor, nn
 
-from hiresvis.errors import HubUnreachable, MissingExtra, Problem, RecipeError
+from hiresvis.errors import HubUnreachable, MissingExtra, Problem, RecipeError, first_line
 
 KEY = "model.pretrained"
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
@@ -77,7 +77,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         else:  # mmap: the file's pages are read as they are copied into the model, and never held twice
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _refused(f"{path} ({path.stat().st_size} bytes) cannot be read, it may be torn: {_first_line(error)}") from error
+        raise _refused(f"{path} ({path.stat().st_size} bytes) cannot be read, it may be torn: {first_line(error)}") from error
     except Exception as error:  # pickle.UnpicklingError, and what broken pickles raise besides
         raise _refused(_pickle_reason(path, error)) from error
     return _tensors(found, path)
@@ -85,12 +85,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 def _pickle_reason(path: Path, error: Exception) -> str:
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    holds = f"holds pickled code ({named[1]})" if named else f"is not a file of plain tensors ({_first_line(error)})"
+    holds = f"holds pickled code ({named[1]})" if named else f"is not a file of plain tensors ({first_line(error)})"
     return f"{path} {holds}; only tensors are read, because unpickling can run anything. Save model.state_dict(), or a .safetensors file"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
@@ -265,9 +261,9 @@ def hub_file(name: str, cfg: Any) -> Path | None:
         except EntryNotFoundError as error:
             # The client reports a lost connection as a kind of missing entry.
             if isinstance(error, LocalEntryNotFoundError) or file == files[-1]:
-                raise _unreachable(name, _first_line(error)) from error
+                raise _unreachable(name, first_line(error)) from error
         except Exception as error:  # httpx's, requests' or the system's errors, as the client's version has it
-            raise _unreachable(name, _first_line(error)) from error
+            raise _unreachable(name, first_line(error)) from error
     raise AssertionError("no file name tried")
 
 
@@ -283,7 +279,7 @@ def url_download(name: str) -> Iterator[None]:
     try:
         yield
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise _unreachable(name, _first_line(error)) from error
+        raise _unreachable(name, first_line(error)) from error
     finally:
         socket.setdefaulttimeout(before)
 

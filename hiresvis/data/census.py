@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hiresvis.data.findings import Finding
+from hiresvis.data.labels import spread_of
 from hiresvis.data.likeness import BLANK_SPREAD
 from hiresvis.data.sources import Dataset, Sample
 from hiresvis.data.transforms import Preprocess
@@ -42,17 +42,17 @@ def count(dataset: Dataset, findings: Sequence[Finding], preprocess: Preprocess 
         "bits": {str(bits): number for bits, number in sorted(Counter(header.bits for header in headers).items())},
         "channels": {str(channels): number for channels, number in sorted(Counter(header.channels for header in headers).items())},
         "exif_rotated": sum(header.orientation != 1 for header in headers),
-        "height": _spread_of([height for height, _ in shown]),
-        "width": _spread_of([width for _, width in shown]),
+        "height": spread_of([height for height, _ in shown]),
+        "width": spread_of([width for _, width in shown]),
         "blank": [place_of(sample) for sample, finding in zip(dataset.samples, findings, strict=True) if _is_blank(finding)],
         "skipped_extensions": dict(sorted(dataset.skipped_extensions.items())),
         "ignored": list(dataset.ignored),
     }
     if preprocess is not None:
-        counts["share_kept"] = _spread_of([preprocess.share_kept(*size) for size in shown])
+        counts["share_kept"] = spread_of([preprocess.share_kept(*size) for size in shown])
         if preprocess.fit == "tile":
-            counts["windows"] = _spread_of([preprocess.num_windows(*size) for size in shown])
-        counts["shrink"] = _spread_of([shrink(preprocess, *size) for size in shown])
+            counts["windows"] = spread_of([preprocess.num_windows(*size) for size in shown])
+        counts["shrink"] = spread_of([shrink(preprocess, *size) for size in shown])
     return {**counts, "extremes": _extremes(dataset.samples, findings, preprocess)}
 
 
@@ -165,11 +165,6 @@ def _groups(dataset: Dataset) -> dict[str, Any]:
 
 def _is_blank(finding: Finding) -> bool:
     return finding.look is not None and finding.look.spread <= BLANK_SPREAD
-
-
-def _spread_of(values: Sequence[float]) -> list[float]:
-    """[min, median, max], or nothing."""
-    return [min(values), statistics.median(values), max(values)] if values else []
 
 
 def _extremes(samples: Sequence[Sample], findings: Sequence[Finding], preprocess: Preprocess | None) -> dict[str, Any]:

@@ -50,6 +50,19 @@ def refuse(path: Path, reason: str, cause: BaseException | None = None) -> NoRet
     raise DataError([Problem(reason, str(path))]) from cause
 
 
+def is_of_the_file(error: DataError) -> bool:
+    """Whether a refusal says something of the file: not where a package is missing, or the system did not let it be read.
+
+    Decoders raise OSError for damage too; what the system refuses has a number.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ImportError) or (isinstance(cause, OSError) and cause.errno is not None):
+            return False
+        cause = cause.__cause__
+    return True
+
+
 def refuse_too_large(path: Path, width: int, height: int, max_pixels: int, what: str = "is") -> None:
     """More pixels than allowed.
 
@@ -94,8 +107,3 @@ def open_image_file(path: Path) -> Iterator[BinaryIO]:
 def millions(pixels: int) -> str:
     """A count of pixels as messages give it."""
     return f"{pixels / 1e6:.0f}M" if pixels >= 10_000_000 else f"{pixels}"
-
-
-def first_line(error: BaseException) -> str:
-    """What a library said, short."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -16,8 +16,9 @@ import numpy as np
 from PIL import features
 
 from hiresvis.data.colours import blend, stretch
-from hiresvis.data.header import Header, first_line, refuse
+from hiresvis.data.header import Header, refuse
 from hiresvis.data.photos import exif_orientation, pillow_open
+from hiresvis.errors import first_line
 
 try:
     import pillow_heif
@@ -72,7 +73,7 @@ def decode_pixels(file: BinaryIO, path: Path, header: Header, background: tuple[
 
 def _avif_header(file: BinaryIO, path: Path) -> Header:
     if not features.check("avif"):
-        refuse(path, f"is AVIF, which this Pillow does not read; {_INSTALL}")
+        refuse(path, f"is AVIF, which this Pillow does not read; {_INSTALL}", ImportError("a Pillow with AVIF"))
     head = file.read(2**16)
     file.seek(0)
     try:
@@ -92,7 +93,7 @@ def _avif_header(file: BinaryIO, path: Path) -> Header:
 
 def _open_heic(file: BinaryIO, path: Path) -> Any:
     if pillow_heif is None:
-        refuse(path, f"is HEIC, which needs an extra package: {_INSTALL}")
+        refuse(path, f"is HEIC, which needs an extra package: {_INSTALL}", ImportError("pillow_heif"))
     file.seek(0)
     try:
         images = pillow_heif.open_heif(file, convert_hdr_to_8bit=False, hdr_to_16bit=False)

@@ -17,7 +17,8 @@ import imagecodecs
 import numpy as np
 
 from hiresvis.data.colours import blend, cmyk_to_rgb, plain_numbers, stretch
-from hiresvis.data.header import Header, first_line, refuse
+from hiresvis.data.header import Header, refuse
+from hiresvis.errors import first_line
 
 _STREAM = b"\xff\x4f\xff\x51"
 STARTS = (b"\0\0\0\x0cjP  \r\n\x87\n", _STREAM)

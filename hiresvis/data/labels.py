@@ -22,7 +22,7 @@ Target = int | tuple[float, ...] | None
 SEPARATOR = "|"  # between the names of one image
 _LARGEST = 1e30  # of a target: squares and float32 hold it, and what is larger stands for a missing value
 _SHOWN = 20  # names in a message
-_MISSING = ("", "nan", "<na>")
+MISSING_TEXTS = ("", "nan", "<na>")  # of a cell that has no value, in lower case
 _FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
@@ -38,6 +38,7 @@ class LabelReader:
         self.task = task
         self.columns = (label,) if isinstance(label, str) else tuple(label)
         self.names = self.columns if task == "regress" or not isinstance(label, str) else ()
+        self.reads_names = task == "multilabel" and not self.names  # joined in one cell
         self._seen: dict[tuple[str | None, ...], Label] = {}
         self._combinations: dict[Label, Label] = {}
 
@@ -64,7 +65,7 @@ class LabelReader:
         return label, problems
 
     def _class(self, cell: str | None, problems: list[str]) -> str:
-        if cell is None or cell.lower() in _MISSING:
+        if cell is None or cell.lower() in MISSING_TEXTS:
             problems.append(f"no label in column {self.columns[0]!r}{_kind(cell)}")
         return cell or ""
 
@@ -72,7 +73,7 @@ class LabelReader:
         if cell == "":
             return ()
         column = self.columns[0]
-        if cell is None or cell.lower() in _MISSING:
+        if cell is None or cell.lower() in MISSING_TEXTS:
             problems.append(f"no labels in column {column!r}{_kind(cell)}; an image of none of the classes has an empty text there")
             return ()
         names = [name.strip() for name in cell.split(SEPARATOR)]

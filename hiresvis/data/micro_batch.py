@@ -108,7 +108,7 @@ class ImageSource:
                 counts += task.num_windows[place : place + 1]
             except DataError as error:
                 problems += [_at_row(problem, sample) for problem in error.problems]
-                skipped.append((sample.title, "; ".join(problem.message for problem in error.problems)))
+                skipped.append((sample.title, error.reason))
         if problems and not self.skip:
             return Loaded(task, None, problems=tuple(problems))
         targets = _stack_targets([self.samples[index].label for index in kept])

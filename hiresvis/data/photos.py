@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from hiresvis.data.colours import blend, cmyk_to_rgb, through_palette
-from hiresvis.data.header import ORIENTATION_TAG, Header, first_line, refuse
-from hiresvis.errors import DataError
+from hiresvis.data.header import ORIENTATION_TAG, Header, refuse
+from hiresvis.errors import DataError, first_line
 from hiresvis.units import MIB
 
 try:

@@ -83,7 +83,7 @@ def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pix
         else:
             draws = [augment(array, own) for own in seeds] if augment is not None else []
     except DataError as error:
-        return Shown(label, sample.name, error="; ".join(problem.message for problem in error.problems))
+        return Shown(label, sample.name, error=error.reason)
     whole = _reduced(array)
     top, left = ((size - shown) // 2 for size, shown in zip(array.shape[:2], whole.shape[:2], strict=True))
     detail = array[top : top + whole.shape[0], left : left + whole.shape[1]]

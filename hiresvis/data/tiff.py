@@ -19,9 +19,9 @@ import tifffile
 
 from hiresvis.data import photos
 from hiresvis.data.colours import blend, cmyk_to_rgb, largest, plain_numbers, through_palette
-from hiresvis.data.header import ORIENTATION_TAG, Header, first_line, millions, refuse, refuse_too_large
+from hiresvis.data.header import ORIENTATION_TAG, Header, millions, refuse, refuse_too_large
 from hiresvis.data.regions import Region, Size, whole
-from hiresvis.errors import DataError
+from hiresvis.errors import DataError, first_line
 
 Page = Any  # tifffile.TiffPage, or TiffFrame, which is one without tags of its own
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
