@@ -10,11 +10,13 @@ import difflib
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from hiresvis.data.folders import Entry, Scan
-from hiresvis.data.labels import SEPARATOR, LabelReader
+from hiresvis.data.labels import MISSING_TEXTS, SEPARATOR, LabelReader
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
 from hiresvis.errors import DataError, MissingExtra, Problem
 
@@ -24,7 +26,8 @@ _SPLITS = {
     "val": "val", "valid": "val", "validation": "val", "dev": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
-_MISSING = ("", "nan", "<na>")
+_PLAIN = (bool, int, float, Decimal, date)  # what str() writes as a csv would have it
+_SHOWN_BYTES = 20  # of a cell in a message
 
 _Row = tuple[str, Sequence[str | None]]  # place, and the cells of the wanted columns, stripped; None: null
 
@@ -57,7 +60,11 @@ def read_manifest(
     columns = [(key, name) for key, names in wanted.items() for name in names if name is not None]
     columns += zip(REGION_KEYS, region_columns or (), strict=False)
     rows = _Rows(source, columns, labels, look_for_files)
-    with closing((_parquet_rows if source.suffix.lower() == ".parquet" else _csv_rows)(source, columns, rows.problems)) as found:
+    if source.suffix.lower() == ".parquet":
+        found_rows = _parquet_rows(source, columns, rows.problems, lists=labels.columns if labels.reads_names else ())
+    else:
+        found_rows = _csv_rows(source, columns, rows.problems)
+    with closing(found_rows) as found:
         for place, cells in found:
             rows.add(place, cells)
     return Scan(tuple(rows.entries), labels.names), rows.problems
@@ -86,7 +93,7 @@ class _Rows:
         label, said = self._labels(tuple(cells[1 : 1 + self._num_labels]))
         said = [*self._image_problems(written, file), *said]
         group = None if self._group is None else cells[self._group]
-        if self._group is not None and (group is None or group.lower() in _MISSING):
+        if self._group is not None and (group is None or group.lower() in MISSING_TEXTS):
             said.append(f"no group in column {self._named['group']!r}; an image without one could be on both sides of the split")
         place_in_file = {} if self._region is None else self._region_texts(cells)
         said += region_problems(place_in_file)
@@ -195,9 +202,14 @@ def _delimiter(head: str, source: Path) -> str:
     return max(",;\t", key=head.count)
 
 
-def _parquet_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem]) -> Generator[_Row, None, None]:
-    """Every row, counted from 1; only the columns that are asked for are read."""
-    del problems
+def _parquet_rows(
+    source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem], *, lists: Sequence[str]
+) -> Generator[_Row, None, None]:
+    """Every row, counted from 1; only the columns that are asked for are read. Cells that are no text or number are problems.
+
+    Args:
+        lists: columns that may hold lists of names.
+    """
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -209,21 +221,70 @@ def _parquet_rows(source: Path, columns: Sequence[tuple[str, str]], problems: li
             names = [header[position] for position in _find_columns(source.name, header, columns)]
             number = 0
             for batch in table.iter_batches(batch_size=16384, columns=names):
-                found = [batch.column(name).to_pylist() for name in names]
+                found = [_values(batch.column(name)) for name in names]
                 for values in zip(*found, strict=True):
                     number += 1
-                    yield f"{source.name}:row {number}", [_cell(value) for value in values]
+                    place, cells, said = f"{source.name}:row {number}", list[str | None](), list[str]()
+                    for value, (_, name) in zip(values, columns, strict=True):
+                        try:
+                            cells.append(_cell(value, is_list=name in lists))
+                        except ValueError as error:
+                            said.append(f"column {name!r} {error}")
+                    if said:
+                        problems += [Problem(text, place) for text in said]
+                    else:
+                        yield place, cells
     except (arrow.ArrowException, OSError) as error:
         raise DataError([Problem(f"is not a parquet table: {' '.join(str(error).split())}", str(source))]) from error
 
 
-def _cell(value: Any) -> str | None:
-    """A parquet value as csv would have it; null stays apart from an empty text."""
+def _values(column: Any) -> list[Any]:
+    """An arrow column as Python has it; texts that are none (parquet does not hold writers to UTF-8) as bytes."""
+    try:
+        found: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        found = [_value(cell) for cell in column]
+    return found
+
+
+def _value(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        return error.object
+
+
+def _cell(value: Any, *, is_list: bool = False) -> str | None:
+    """A parquet value as csv would have it; null stays apart from an empty text.
+
+    Raises:
+        ValueError: csv would not have it: bytes that are no text, a structure, a list elsewhere or of names that cannot be joined.
+    """
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, list):
-        return SEPARATOR.join(_cell(item) or "" for item in value)
-    return None if value is None else str(value)
+    if value is None:
+        return None
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"holds {value[:_SHOWN_BYTES]!r}, which is not UTF-8; save it as text") from error
+    if isinstance(value, list) and is_list:
+        return SEPARATOR.join(map(_item, value))
+    if isinstance(value, _PLAIN):
+        return str(value)
+    kind = "a list; only the column of data.task: multilabel takes one" if isinstance(value, list) else f"a {type(value).__name__}"
+    raise ValueError(f"holds {kind}; save it as text or a number")
+
+
+def _item(value: Any) -> str:
+    """One name of a list."""
+    name = _cell(value)
+    if not name:
+        raise ValueError(f"holds a list with {'null' if name is None else 'an empty name'} in it; an image of no class has an empty list")
+    if SEPARATOR in name:
+        raise ValueError(f"holds a list with {name!r} in it, and {SEPARATOR} stands between names; rename it")
+    return name
 
 
 def _find_columns(place: str, header: Sequence[str], columns: Sequence[tuple[str, str]]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,54 @@ def test_lists_in_parquet_are_lists_of_names(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table.set_column(1, "tags", pyarrow.array([["a"], None])), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"t\.parquet:row 2  no labels in column 'tags' \(null\)"):
         load_dataset(tmp_path / "t.parquet", classes=("a", "b"), task="multilabel", label_column="tags")
+
+
+def read_columns(tmp_path: Path, columns: dict[str, Any], **options: Any) -> Any:
+    """A parquet table of these columns, with an image for each row, read."""
+    names = [f"{number}.png" for number in range(len(next(iter(columns.values()))))]
+    for name in names:
+        (tmp_path / name).touch()
+    pyarrow.parquet.write_table(pyarrow.table({"path": names, **columns}), tmp_path / "t.parquet")
+    return load_dataset(tmp_path / "t.parquet", classes=("a", "b"), **options)
+
+
+def unchecked(*texts: bytes) -> pyarrow.Array:
+    """A column of texts that no one held to UTF-8."""
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(texts), pyarrow.array(texts, pyarrow.binary()).buffers())
+
+
+def test_bytes_in_parquet_are_text(tmp_path: Path) -> None:
+    """Writers leave out the note that a column is text, in lists too; the names are the same."""
+    assert [sample.label for sample in read_columns(tmp_path, {"label": [b"b ", b"a"]}).samples] == [1, 0]
+    found = read_columns(tmp_path, {"tags": [[b"b"], [b"a", b"b"]]}, task="multilabel", label_column="tags")
+    assert [sample.label for sample in found.samples] == [(0.0, 1.0), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize("column", [pyarrow.array([b"a", b"\xff1"]), unchecked(b"a", b"\xff1")])
+def test_bytes_that_are_no_text_are_told_with_their_row(tmp_path: Path, column: pyarrow.Array) -> None:
+    """In a column of bytes, and in one that claims to be text."""
+    with pytest.raises(DataError) as caught:
+        read_columns(tmp_path, {"label": column})
+    assert str(caught.value) == r"t.parquet:row 2  column 'label' holds b'\xff1', which is not UTF-8; save it as text"
+
+
+@pytest.mark.parametrize(
+    ("cell", "task", "part"),
+    [
+        ({"name": "a"}, "classify", "holds a dict; save it as text or a number"),
+        (timedelta(1), "classify", "holds a timedelta; save it as text or a number"),
+        (["a", "b"], "classify", "holds a list; only the column of data.task: multilabel takes one"),
+        (["a|b"], "multilabel", "holds a list with 'a|b' in it, and | stands between names; rename it"),
+        ([""], "multilabel", "holds a list with an empty name in it; an image of no class has an empty list"),
+        (["a", None], "multilabel", "holds a list with null in it; an image of no class has an empty list"),
+        ([["a"]], "multilabel", "holds a list; only"),
+    ],
+)
+def test_cells_that_are_no_label_are_told_and_not_made_one(tmp_path: Path, cell: Any, task: str, part: str) -> None:
+    """Structures, spans of time, lists where there is one class, and names that would be others once joined."""
+    with pytest.raises(DataError) as caught:
+        read_columns(tmp_path, {"label": [cell]}, task=task)
+    assert str(caught.value).startswith(f"t.parquet:row 1  column 'label' {part}")
 
 
 @pytest.mark.parametrize("content", [b"", b"path,label\n1.png,a\n", b"PAR1 cut"])
