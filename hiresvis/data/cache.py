@@ -71,12 +71,14 @@ class ImageCache:
         cap_bytes: the most that entries take together.
         packed: whether new entries are packed; both kinds are read.
         off: why nothing is kept any more, once that is so.
+        full: whether a copy found no room under the cap: no other is made, and those that are there are read.
     """
 
     folder: Path
     cap_bytes: int
     packed: bool = False
     off: str = ""
+    full: bool = False
 
     def load(self, path: Path, preprocess: Preprocess, *, max_pixels: int, region: Region | None = None) -> np.ndarray:
         """As `load_image`, whose random windows are not for here: read back where it was kept, else made and kept.
@@ -117,7 +119,7 @@ class ImageCache:
             state, digest: of the file, as they were before it was read.
         """
         content = self._known(path, state) or (digest.hex() if digest else "")
-        if content and not self.off:
+        if content and not self.off and not self.full:
             entry = self._entry(content, preprocess, max_pixels, region)
             if not entry.exists():
                 self._keep(path, state, entry, preprocess(array))
@@ -128,6 +130,7 @@ class ImageCache:
         What crashed writes left goes; and, where the copies that are missing (`entry_bytes` each) would pass the cap, so do those of
         other files, the longest unused first. Another run may be at them: an open file stays whole, and one that is gone is decoded.
         """
+        self.full = False
         own, present = set(), 0
         for sample in samples:
             content = self._known(sample.path, file_state(sample.path))
@@ -207,12 +210,12 @@ class ImageCache:
 
     def _keep(self, path: Path, state: FileState | None, entry: Path, array: np.ndarray) -> None:
         """Writes one copy where the cap allows it, of a file that is still what it was. The first failure turns keeping off."""
-        if self.off or state != file_state(path):
+        if self.off or self.full or state != file_state(path):
             return
-        self._refer(path, state, entry.name.partition("-")[0])
         parts = to_entry(array, entry.name, packed=self.packed)
         size = sum(len(part) for part in parts)
         if self.used_bytes() + size > self.cap_bytes:
+            self.full = True
             return
         spare = self._spare(entry)
         try:
@@ -231,6 +234,8 @@ class ImageCache:
             with suppress(OSError):
                 spare.unlink()
             self._turn_off(reason(error))
+            return
+        self._refer(path, state, entry.name.partition("-")[0])  # a link to what was not kept would lead nowhere
 
     def _turn_off(self, why: str) -> None:
         self.off = f"data.cache: nothing more is kept in {self.folder} ({why}); images are decoded each time, which changes no result"
@@ -320,13 +325,14 @@ def file_state(path: Path) -> FileState | None:
 def _settings(preprocess: Preprocess, max_pixels: int, region: Region | None) -> str:
     """Of everything besides the file that decides what `load_image` gives."""
     text = json.dumps(
-        [asdict(preprocess), max_pixels, None if region is None else asdict(region), _surroundings()], sort_keys=True, default=str
+        [asdict(preprocess), max_pixels, None if region is None else asdict(region), surroundings()], sort_keys=True, default=str
     )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @cache
-def _surroundings() -> dict[str, str]:
+def surroundings() -> dict[str, str]:
+    """Releases and sources that decide what is read of a file and what is refused: what others found of it is not known to hold."""
     found = {}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):  # simplejpeg may be missing, and opencv has several packages

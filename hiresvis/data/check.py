@@ -1,13 +1,16 @@
 """Looks at every file once and says everything that is wrong, before training starts.
 
 Headers cannot show that a file is cut, so every image is decoded in full (in threads: the codecs let go of Python's lock); what the
-image looks like and a digest of its bytes are taken along. What was found is remembered by path, size and time of change, so that a second
-check asks the file system, and reads no image. Where there is a time limit, files are taken in a random order until it is reached, the
+image looks like and a digest of its bytes are taken along. What was found is remembered by the file's state, the question and what
+decodes, as copies are (cache.py), so that a second check asks the file system, and reads no image; a refusal that the machine is the
+reason of is not remembered. Where there is a time limit, files are taken in a random order until it is reached, the
 rest by their headers, and the next check goes on from there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections import deque
@@ -19,20 +22,23 @@ from typing import Any
 
 import numpy as np
 
-from hiresvis.data.cache import ImageCache, digest_of, file_state
+from hiresvis.data.cache import ImageCache, digest_of, file_state, surroundings
 from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
 from hiresvis.data.contract import examine, read_through, reads_the_same
 from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
 from hiresvis.data.decode import WHITE, open_image
 from hiresvis.data.findings import Finding, FindingStore
+from hiresvis.data.header import is_of_the_file
 from hiresvis.data.likeness import look_at
 from hiresvis.data.regions import named
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.data.transforms import Preprocess, Scale
 from hiresvis.errors import DataError, Problem
+from hiresvis.profiles import hash_sources
 from hiresvis.units import format_duration
 
 _IN_LINE = 4  # files a thread has waiting
+_SOURCES = ("data/check.py", "data/likeness.py")  # what a finding says besides what decoding gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ def check_steps(
     for sample in {_name(sample): sample for dataset in datasets.splits().values() for sample in dataset.samples}.values():
         files.setdefault(os.path.abspath(sample.path), []).append(sample)
     total = sum(map(len, files.values()))
-    looker = _Looker(max_pixels, preprocess, copies)
+    looker = _Looker(max_pixels, preprocess, copies, _question(max_pixels, preprocess))
     findings: dict[str, Finding] = {}
     store = FindingStore(cache_folder)
     try:
@@ -175,16 +181,12 @@ class _Looker:
     max_pixels: int
     preprocess: Preprocess | None
     copies: ImageCache | None
+    question: str
 
     def key(self, path: str) -> str:
         """Tells whether the file or the question changed; empty for a file that cannot be found."""
-        try:
-            status = os.stat(path)
-        except OSError:
-            return ""
-        return (
-            f"{status.st_size} {status.st_mtime_ns} {self.max_pixels} {'' if self.preprocess is None else _reading_rule(self.preprocess)}"
-        )
+        state = file_state(Path(path))
+        return "" if state is None else f"{' '.join(map(str, state))} {self.question}"
 
     def look(self, together: Sequence[Sample], key: str, *, decoded: bool) -> list[Finding]:
         """What samples of one file are found to be; a file that is read as a whole is read once, whatever the number of its regions."""
@@ -208,8 +210,15 @@ class _Looker:
                             self.copies.fill(path, preprocess, array, state, digest, max_pixels=self.max_pixels, region=sample.region)
                 findings.append(Finding(key, header, None, digest, look))
             except DataError as error:
-                findings.append(Finding(key, header, "; ".join(problem.message for problem in error.problems)))
+                findings.append(Finding(key if is_of_the_file(error) else "", header, error.reason))
         return findings
+
+
+def _question(max_pixels: int, preprocess: Preprocess | None) -> str:
+    """Of everything besides the file that decides what is found of it."""
+    rule = "" if preprocess is None else _reading_rule(preprocess)
+    text = json.dumps([max_pixels, rule, surroundings(), hash_sources(_SOURCES)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _reading_rule(preprocess: Preprocess) -> str:

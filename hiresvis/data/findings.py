@@ -20,7 +20,7 @@ from pathlib import Path
 from hiresvis.data.header import Header
 from hiresvis.data.likeness import Look
 
-CACHE_NAME = "check-4.sqlite"  # a new number where files that were sound may be refused now
+CACHE_NAME = "checked.sqlite"
 _BATCH_S = 2.0
 _AT_ONCE = 500  # names in one question
 _MOST_ROWS = 1_000_000
@@ -36,7 +36,7 @@ class Finding:
     """What one file was found to be.
 
     Attributes:
-        key: tells whether the file, or what is asked of it, changed since; empty where the file cannot be looked up.
+        key: tells whether the file, what is asked of it, or what decodes changed since; empty where that is not to be remembered.
         header: None where it cannot be read.
         error: what is wrong with the file, None for nothing.
         digest: of all the file's bytes; None where nothing was decoded.

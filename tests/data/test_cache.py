@@ -26,7 +26,7 @@ from PIL import Image
 
 from hiresvis.data import cache as cache_module
 from hiresvis.data.augment import make_augment
-from hiresvis.data.cache import ImageCache, digest_of, from_entry, to_entry
+from hiresvis.data.cache import ImageCache, digest_of, file_state, from_entry, to_entry
 from hiresvis.data.check import check_steps, finished
 from hiresvis.data.contract import load_image
 from hiresvis.data.loader import EvalLoader, TrainLoader
@@ -179,7 +179,7 @@ class TestHits:
         load(cache, paths[0])
         for changed in ({"sources": "other"}, {"cv2": "99"}):
             cache_module._settings.cache_clear()
-            monkeypatch.setattr(cache_module, "_surroundings", lambda changed=changed: changed)
+            monkeypatch.setattr(cache_module, "surroundings", lambda changed=changed: changed)
             load(cache, paths[0])
         cache_module._settings.cache_clear()
         assert len(entries(cache)) == 3
@@ -383,6 +383,26 @@ class TestDisk:
         assert len(entries(cache)) == 3
         assert cache.used_bytes() == cache.cap_bytes
         assert not cache.off
+
+    def test_full_cache_makes_no_copy_and_no_link_to_one(
+        self, cache: ImageCache, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first that finds no room is the last that is packed, in any epoch, until a run readies the folder anew."""
+        cache.cap_bytes = 3 * cache_module._UNIT_BYTES
+        made: list[str] = []
+        monkeypatch.setattr(cache_module, "to_entry", lambda array, name, **named: (made.append(name), to_entry(array, name, **named))[1])
+        for _ in range(2):
+            for path in paths:
+                load(cache, path)
+            for path in paths:
+                cache.fill(path, PREPROCESS, plain(path), file_state(path), digest_of(path), max_pixels=PIXELS)
+        assert len(made) == 4
+        assert len(list(cache.folder.glob("refs/*/*"))) == len(entries(cache)) == 3
+        cache.cap_bytes = 10**9
+        cache.prepare(samples_of(paths), PREPROCESS, max_pixels=PIXELS, entry_bytes=ENTRY_BYTES)
+        for path in paths:
+            load(cache, path)
+        assert len(list(cache.folder.glob("refs/*/*"))) == len(entries(cache)) == len(paths)
 
     def test_longest_unused_copies_of_other_files_make_room(self, cache: ImageCache, paths: list[Path]) -> None:
         """Those of the run itself stay, the oldest of the others go, and links that lead nowhere with them."""

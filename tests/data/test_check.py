@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from hiresvis.data import photos
+from hiresvis.data import check as check_module
+from hiresvis.data import decode, heif, photos
 from hiresvis.data.check import DataReport, check_steps, finished, partly_decoded
 from hiresvis.data.findings import CACHE_NAME
 from hiresvis.data.folders import IMAGE_EXTENSIONS
@@ -327,16 +329,59 @@ class TestCache:
     def check(self, datasets: Datasets, folder: Path, max_pixels: int = LIMIT, fast: bool = False) -> int:
         return len(check_datasets(datasets, max_pixels=max_pixels, cache_folder=folder, fast=fast).errors)
 
-    def test_unchanged_files_are_not_decoded_again(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
-        """A file damaged behind the cache's back, with its size and time kept, is not noticed: it was not read."""
+    def test_unchanged_files_are_not_opened_again(
+        self, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Sound ones and damaged ones; one that changed is, even with its size and time of modification kept."""
         datasets, path = load_datasets(*folders), folders[0] / "a" / "001.png"
-        assert self.check(datasets, tmp_path / "cache") == 0
+        cut(folders[0] / "b" / "001.png")
+        assert self.check(datasets, tmp_path / "cache") == 1
+        opened: list[str] = []
+        monkeypatch.setattr(
+            check_module, "open_image", lambda path, **named: (opened.append(path.name), decode.open_image(path, **named))[1]
+        )
+        assert self.check(datasets, tmp_path / "cache") == 1
+        assert not opened
         before = path.stat()
         path.write_bytes(bytes(before.st_size))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert self.check(datasets, tmp_path / "cache") == 2
+        assert opened == ["001.png"]
+
+    def test_what_the_machine_lacked_is_asked_again(
+        self, folders: tuple[Path, Path], tmp_path: Path, save_image: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """HEIC before its package is there, a disk that answers for a moment with an error: neither says anything of the file."""
+        path = folders[0] / "a" / "001.png"
+        with Image.open(path) as image:
+            pillow_heif.from_pillow(image).save(folders[0] / "a" / "new.heic")
+        datasets = load_datasets(*folders)
+        open_ = Path.open
+
+        def fail(file: Path, *given: Any, **named: Any) -> Any:
+            if file == path:
+                raise OSError(errno.EIO, "Input/output error")
+            return open_(file, *given, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(heif, "pillow_heif", None)
+            patch.setattr(Path, "open", fail)
+            assert self.check(datasets, tmp_path / "cache") == 2
         assert self.check(datasets, tmp_path / "cache") == 0
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+    def test_other_decoders_are_asked_again(self, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A release that reads more, or less, judges anew what the one before judged; so do sources of this package."""
+        datasets = load_datasets(*folders)
+        cut(folders[0] / "a" / "001.png")
         assert self.check(datasets, tmp_path / "cache") == 1
+        for changed in ({"imagecodecs": "99"}, {"sources": "other"}):
+            opened: list[Path] = []
+            monkeypatch.setattr(check_module, "surroundings", lambda changed=changed: changed)
+            monkeypatch.setattr(
+                check_module, "open_image", lambda path, opened=opened, **named: (opened.append(path), decode.open_image(path, **named))[1]
+            )
+            assert self.check(datasets, tmp_path / "cache") == 1
+            assert len(opened) == 9
 
     def test_another_limit_and_a_fast_check_do_not_pass_for_a_full_one(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
         """What headers said is not remembered as sound, and a limit is part of the question."""
