@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hiresvis import __version__, assemble
+from hiresvis import __version__
 from hiresvis.backbone.portable import CONFIG, WEIGHTS, rebuild, timm_config
 from hiresvis.data.decode import probe
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
 from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_onnx
-from hiresvis.recipe import Resolution
+from hiresvis.resume import own_datasets
 from hiresvis.run.files import json_text, reason, sync
 from hiresvis.train.snapshot import save_weights
 from hiresvis.trained import Trained, open_run
@@ -104,7 +104,7 @@ def export(
         raise RecipeError(f"--pixels uint8: this run's images have a number range, {low:g} to {high:g}, which becomes 0 to 1; use float32")
     out = run / "export" / to if out is None else out
     with _folder(out, force=force) as stage:
-        samples = _val_samples(trained, say)
+        samples = _val_samples(run, trained, say)
         contract = json_text(trained.contract.to_json(), indent=2) + "\n"
         (stage / CONTRACT).write_text(contract, encoding="utf-8")
         if to == "onnx":
@@ -167,10 +167,10 @@ def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: st
     return {**facts, "exporter": found.exporter, "compared": compared}
 
 
-def _val_samples(trained: Trained, say: Callable[[str], None]) -> list[Sample]:
+def _val_samples(run: Path, trained: Trained, say: Callable[[str], None]) -> list[Sample]:
     """The run's validation images; none where its data is gone."""
     try:
-        return list(assemble.read_datasets(trained.loaded, Resolution(trained.loaded)).val.samples)
+        return list(own_datasets(run, trained.loaded).val.samples)
     except DataError as error:
         say(f"the run's validation images cannot be had ({error.problems[0]}); random pixels are compared instead")
         return []

@@ -18,8 +18,7 @@ from hiresvis.device import pick_device
 from hiresvis.errors import DataError
 from hiresvis.predictions import predicted_row, table_columns
 from hiresvis.recipe import Resolution
-from hiresvis.resume import read_held_out
-from hiresvis.run import RunDirectory
+from hiresvis.resume import own_datasets
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
@@ -51,9 +50,7 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
         )
         splits = {"data": found}
     else:
-        held_out = read_held_out(RunDirectory.open(run))
-        own = assemble.read_datasets(trained.loaded, Resolution(trained.loaded), held_out=held_out)
-        splits = {name: split for name, split in own.splits().items() if name != "train"}
+        splits = {name: split for name, split in own_datasets(run, trained.loaded).splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
         loader = _make_loader(trained, split.samples, bad_images="error", cache=open_cache(trained.loaded))
@@ -141,12 +138,8 @@ def _bad_headers(samples: Sequence[Sample], contract: Contract) -> dict[int, str
             with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
                 examine(image, preprocess, sample.path)
         except DataError as error:
-            bad[index] = _reason(error)
+            bad[index] = error.reason
     return bad
-
-
-def _reason(error: DataError) -> str:
-    return "; ".join(problem.message for problem in error.problems)
 
 
 def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -> Iterator[dict[str, Any]]:

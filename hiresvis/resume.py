@@ -1,4 +1,5 @@
-"""What a run keeps to be resumed by, beside its snapshot: plan.json; and what a resume holds against it: data, contract, plan."""
+"""What a run keeps to be resumed by, beside its snapshot: plan.json, its split; and what a resume holds against
+it: data, contract, plan."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hiresvis import assemble
 from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint
 from hiresvis.costing import Parts
 from hiresvis.data.augment import Augment, usable_library
@@ -16,6 +18,7 @@ from hiresvis.data.sources import Datasets
 from hiresvis.errors import RunFolderError
 from hiresvis.ladder import unit_rows
 from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import LadderRow, to_json
 from hiresvis.train.finder import MeasuredPeak
@@ -92,6 +95,19 @@ def read_held_out(run: RunDirectory) -> tuple[str, ...] | None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RunFolderError(f"{path} cannot be used: no list of names under val; put it back as the run wrote it")
     return tuple(names)
+
+
+def own_datasets(folder: Path, loaded: LoadedRecipe) -> Datasets:
+    """The data of a run with its own split: what it held out is held out, and no new draw of a source that has grown.
+
+    Args:
+        loaded: the run's resolved recipe.
+
+    Raises:
+        RunFolderError: no run, or its list of names is damaged.
+        DataError: the data cannot be read, or lacks images that were held out.
+    """
+    return assemble.read_datasets(loaded, Resolution(loaded), held_out=read_held_out(RunDirectory.open(folder)))
 
 
 def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:

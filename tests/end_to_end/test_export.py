@@ -17,8 +17,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from hiresvis import export as export_module
 from hiresvis import onnx_graph
 from hiresvis.data.contract import Contract, load_image, make_prepare
+from hiresvis.data.loader import EvalLoader
 from hiresvis.trained import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +101,30 @@ def test_a_plan_and_half_precision_are_no_part_of_an_export(workshop, older_expo
     assert sum(node.op_type == "Conv" for node in graph.node) == wanted
     assert {tensor.data_type for tensor in graph.initializer if len(tensor.dims) > 1} == {onnx.TensorProto.FLOAT}
     assert all(value.dtype in (torch.float32, torch.int64) for value in load_file(workshop.path("weights/best.safetensors")).values())
+
+
+def test_what_is_compared_was_held_out_even_where_the_source_has_grown(workshop, older_exporter, monkeypatch, tmp_path):
+    """A draw anew would take other images for validation, training's among them."""
+    paths = sorted(workshop.data.glob("train/*/*.png"))
+    table = workshop.folder / "train.csv"
+    table.write_text("path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in paths))
+    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", "train.epochs=1", "train.seed=3")
+    held = workshop.read("split.json")["val"]
+    with table.open("a") as rows:
+        for number, path in enumerate(paths * 3):
+            copied = shutil.copy(path, tmp_path / f"{number}.png")
+            rows.write(f"{copied},{path.parent.name}\n")
+    compared: list[str] = []
+
+    class Loader(EvalLoader):
+        def __init__(self, samples, *given, **named):
+            compared.extend(sample.name for sample in samples)
+            super().__init__(samples, *given, **named)
+
+    monkeypatch.setattr(export_module, "EvalLoader", Loader)
+    done = workshop("export", workshop.path(""), "--to", "onnx", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert sorted(compared) == sorted(held)
 
 
 def test_a_range_of_numbers_makes_the_input_float(trained, older_exporter, tmp_path):
