@@ -29,7 +29,7 @@ from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, batch_sizes, part_sizes
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, first_line
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
@@ -64,7 +64,7 @@ from hiresvis.train.freezing import needs_two_images
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
 from hiresvis.train.progress import Progress, RunLimits
-from hiresvis.train.relief import Relief, evaluation_in_room, first_line
+from hiresvis.train.relief import Relief, evaluation_in_room
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from hiresvis.errors import EnvironmentFailed
+from hiresvis.errors import EnvironmentFailed, first_line
 from hiresvis.run.events import EpochDone, EpochStarted, Evaluated, Event, Notice, StepDone
 from hiresvis.run.files import write_text
 
@@ -91,7 +91,7 @@ class Trackers:
         except Exception as error:  # another program's fault, of whatever kind, is no reason to lose a run
             self._open.pop(name, None)
             yield Notice(
-                level="warning", text=f"{name} failed ({_first_line(error)}); training goes on without it, the run folder has everything"
+                level="warning", text=f"{name} failed ({first_line(error)}); training goes on without it, the run folder has everything"
             )
 
 
@@ -100,12 +100,8 @@ def _missing(name: str) -> str:
     try:
         import_module(_MODULES[name])
     except Exception as error:
-        return _first_line(error)
+        return first_line(error)
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _numbers(event: Event) -> dict[str, float]:

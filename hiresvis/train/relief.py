@@ -17,7 +17,7 @@ from typing import Any
 
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import is_out_of_memory, release
-from hiresvis.errors import DoesNotFit, EnvironmentFailed
+from hiresvis.errors import DoesNotFit, EnvironmentFailed, first_line
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
@@ -183,8 +183,3 @@ def evaluation_in_room(
                 raise
             what = first_line(error)
         yield from relief.evaluation(loader, what)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(". ")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hiresvis.device import is_out_of_memory, release
-from hiresvis.errors import DataError, EnvironmentFailed, Interrupted, Problem, TrainingFailed
+from hiresvis.errors import DataError, EnvironmentFailed, Interrupted, Problem, TrainingFailed, first_line
 from hiresvis.run.events import (
     EpochDone,
     EpochStarted,
@@ -35,7 +35,7 @@ from hiresvis.train.keeper import Keeper
 from hiresvis.train.metrics import is_better
 from hiresvis.train.optim import Schedule
 from hiresvis.train.progress import Progress, RunLimits
-from hiresvis.train.relief import Relief, evaluation_in_room, first_line
+from hiresvis.train.relief import Relief, evaluation_in_room
 from hiresvis.train.snapshot import Snapshot
 from hiresvis.train.step import StepOutcome, TrainStep
 from hiresvis.train.stop import StopRequest

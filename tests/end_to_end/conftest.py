@@ -147,9 +147,9 @@ def draw_folders(folder: Path, counts: dict[str, dict[str, int]], *, size_px: in
     return folder
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="package")
 def _one_thread():
-    """Sums are reassociated by the number of threads, and the tests here compare bits."""
+    """Sums are reassociated by the number of threads, and the tests here compare bits, of runs that fixtures make as well."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -26,6 +26,14 @@ from hiresvis.trained import open_run
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="module")
+def trained(trained, tmp_path_factory, make_workshop):
+    """A copy of the finished run: exports go into it."""
+    work = make_workshop(tmp_path_factory.mktemp("exported"), trained.data)
+    shutil.copytree(trained.path(""), work.path(""))
+    return work
+
+
 @pytest.fixture
 def older_exporter(monkeypatch):
     """Ten times quicker where the exporter is not what is tested."""
