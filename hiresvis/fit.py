@@ -29,7 +29,7 @@ from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader, TrainLoader, batch_sizes, part_sizes
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, first_line
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RunFolderError, first_line
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
@@ -190,6 +190,11 @@ class _Run:
         snapshot = load_snapshot(self.folder.snapshot)
         if snapshot is not None and snapshot.note:
             yield Notice(level="warning", text=snapshot.note)
+        if snapshot is None and self.folder.best_weights.is_file():
+            raise RunFolderError(
+                f"{self.folder.snapshot}: gone, and weights show that epochs were trained. Put it back; or begin a new run from the "
+                f"weights: log.dir=NEW_FOLDER model.pretrained={self.folder.best_weights}"
+            )
         if snapshot is None:
             yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
         before = Contract.read(self.folder.contract)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hiresvis.train.joining import WindowJoin
 from hiresvis.train.step import TrainStep
 from hiresvis.trained import Trained, open_run, scores
 
+_NOT_FINITE = "the run's weights give outputs that are not finite: training had diverged"
 _EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
 
 
@@ -154,8 +156,10 @@ def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -
         for item in fetch(loader):
             if item.indices:
                 indices, logits, _ = join.add(item, step.predict(item.images).cpu())
-                found = zip(indices, scores(logits, contract).tolist(), strict=True)
-                rows |= {good[index]: _row(samples[good[index]], contract, row) for index, row in found}
+                for index, row in zip(indices, scores(logits, contract).tolist(), strict=True):
+                    sample = samples[good[index]]
+                    usable = all(map(math.isfinite, row))
+                    rows[good[index]] = _row(sample, contract, row) if usable else _row(sample, contract, error=_NOT_FINITE)
             rows |= {place_of[path]: _row(samples[place_of[path]], contract, error=reason) for path, reason in loader.skipped[known:]}
             known = len(loader.skipped)
             while done in rows:

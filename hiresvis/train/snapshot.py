@@ -97,7 +97,7 @@ def load_snapshot(folder: Path, *, accept: Callable[[Mapping[str, Any]], bool] =
     Raises:
         RunFolderError: files were changed or removed by something else, and there is no other; or they are of another version.
     """
-    damage: list[RunFolderError] = []
+    damage: list[_Damaged] = []
     passed_over = False
     for name in (_STATE, _PREVIOUS):
         try:
@@ -107,14 +107,14 @@ def load_snapshot(folder: Path, *, accept: Callable[[Mapping[str, Any]], bool] =
             if not accept(commit["state"]):
                 passed_over = True
                 continue
-            note = f"{damage[0]} The snapshot before it is taken." if damage else ""
+            note = f"{damage[0]}: the snapshot before it is taken" if damage else ""
             return Snapshot(_read_tensors(folder, name, commit), commit["state"], note)
-        except _OtherVersion:
-            raise
-        except RunFolderError as error:
+        except _Damaged as error:
             damage.append(error)
     if damage and not passed_over:
-        raise damage[0]
+        weights = folder.parent / "weights" / "last.safetensors"
+        way = f"; or begin a new run from its weights: log.dir=NEW_FOLDER model.pretrained={weights}" if weights.is_file() else ""
+        raise RunFolderError(f"{damage[0]}, and no other snapshot is whole. Put the files back{way or ', or start again'}.")
     return None
 
 
@@ -173,31 +173,31 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-class _OtherVersion(RunFolderError):
-    """A snapshot of a format that this release does not read: whole, so nothing stands in for it."""
+class _Damaged(Exception):
+    """What is wrong with one of a snapshot's files; another may stand in for it."""
 
 
 def _read_commit(path: Path) -> dict[str, Any] | None:
-    mend = f"Remove {path.parent} and start again."
+    changed = "it was changed after it was saved"
     try:
         commit = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise _Damaged(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise RunFolderError(f"{path}: not JSON ({error}); it was changed after it was saved. {mend}") from error
+        raise _Damaged(f"{path}: not JSON ({error}); {changed}") from error
     if not isinstance(commit, dict) or "format" not in commit:
-        raise RunFolderError(f"{path}: not a snapshot's; it was changed after it was saved. {mend}")
+        raise _Damaged(f"{path}: not a snapshot's; {changed}")
     if commit["format"] not in (1, _FORMAT):
-        raise _OtherVersion(
+        raise RunFolderError(
             f"{path}: a snapshot of format {commit['format']}, and this release reads up to {_FORMAT}; resume with the release that wrote "
             "it, or start a new run folder."
         )
     if not all(isinstance(commit.get(key), kind) for key, kind in (("tensors", str), ("bytes", int), ("generation", int), ("state", dict))):
-        raise RunFolderError(f"{path}: lacks a part; it was changed after it was saved. {mend}")
+        raise _Damaged(f"{path}: lacks a part; {changed}")
     if commit["format"] > 1 and commit.get("state_checksum") != _digest(commit["state"]):
-        raise RunFolderError(f"{path}: other values than were saved; it was changed after that. {mend}")
+        raise _Damaged(f"{path}: other values than were saved; {changed}")
     return commit
 
 
@@ -209,17 +209,15 @@ def _read_tensors(folder: Path, name: str, commit: Mapping[str, Any]) -> dict[st
     """The tensors that a commit names, held against what it says of them (checksums came with format 2)."""
     path = folder / Path(commit["tensors"]).name  # never outside of the folder
     size = path.stat().st_size if path.is_file() else 0
-    mend = f"Put the file back, or remove {folder} and start again."
     if size != commit["bytes"]:
-        raise RunFolderError(
-            f"{path}: {size} bytes, where {folder / name} recorded {commit['bytes']}: the snapshot was changed after it was saved. {mend}"
-        )
+        recorded = f"{folder / name} recorded {commit['bytes']}"
+        raise _Damaged(f"{path}: {size} bytes, where {recorded}: the snapshot was changed after it was saved")
     if "checksum" in commit and _checksum(path) != commit["checksum"]:
-        raise RunFolderError(f"{path}: other bytes than {folder / name} recorded: the snapshot was changed after it was saved. {mend}")
+        raise _Damaged(f"{path}: other bytes than {folder / name} recorded: the snapshot was changed after it was saved")
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RunFolderError(f"{path}: not readable as safetensors ({error}). Remove {folder} and start again.") from error
+        raise _Damaged(f"{path}: not readable as safetensors ({error})") from error
 
 
 def _checksum(path: Path) -> str:
@@ -236,7 +234,7 @@ def _keep_as_previous(folder: Path, worth_keeping: Callable[[Mapping[str, Any]],
         commit = _read_commit(folder / _STATE)
         if commit is None or (not worth_keeping(commit["state"]) and (folder / _PREVIOUS).is_file()):
             return
-    except RunFolderError:
+    except (_Damaged, RunFolderError):
         return
     temporary = folder / f"{_PREVIOUS}.tmp"
     shutil.copyfile(folder / _STATE, temporary)
@@ -248,7 +246,7 @@ def _keep_as_previous(folder: Path, worth_keeping: Callable[[Mapping[str, Any]],
 def _tensors_of(path: Path) -> str:
     try:
         commit = _read_commit(path)
-    except RunFolderError:
+    except (_Damaged, RunFolderError):
         return ""
     return commit["tensors"] if commit else ""
 

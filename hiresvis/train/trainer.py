@@ -176,7 +176,12 @@ class Trainer:
                 continue
             progress = self.progress
             complete = progress.step >= progress.num_steps
-            yield from self._evaluate(complete)
+            usable = yield from self._evaluate(complete)
+            if not usable:
+                place, lr = f"epoch {progress.epoch}", self._schedule.at(progress.global_step - 1) * progress.lr_scale
+                text = f"The validation loss after {place} is not finite: the weights are of no use. Try optim.lr={lr / 10:.1g}"
+                yield from self._recover(_Setback(diverged=f"{text}, or a longer optim.warmup."))
+                continue
             yield from self._tried(self._keeper.save_last, progress)
             if complete:
                 yield self._close_epoch()
@@ -354,8 +359,12 @@ class Trainer:
         more = f" and {len(indices) - _NAMES_SHOWN} more" if len(indices) > _NAMES_SHOWN else ""
         yield self._notice("warning", f"{place}: {what}; the step was skipped. Samples: {', '.join(names)}{more}")
 
-    def _evaluate(self, complete: bool) -> Iterator[Event]:
-        """Evaluates, keeps the weights when they are the best. An epoch cut short does not count against early stopping."""
+    def _evaluate(self, complete: bool) -> Generator[Event, None, bool]:
+        """Evaluates, keeps the weights when they are the best. An epoch cut short does not count against early stopping.
+
+        Returns:
+            whether the loss is finite; where it is not, a metric may look as good as it likes.
+        """
         progress = self.progress
         steps = evaluation_in_room(self._step, self._val_loader, self._relief, name_of=self._val_name_of)
         evaluation: Evaluation | None = None
@@ -379,14 +388,15 @@ class Trainer:
         value = evaluation.metrics[progress.metric]
         # An epoch done again after a crash between best weights and snapshot ties with itself, and must count as it did.
         again = progress.epoch == progress.best_epoch and value == progress.best_value
-        better = again or is_better(progress.metric, value, progress.best_value)
+        usable = math.isfinite(evaluation.loss)
+        better = usable and (again or is_better(progress.metric, value, progress.best_value))
         failures = list(self._tried(self._keeper.save_best, progress, value)) if better else []
         yield from failures
         kept = better and not failures  # else the file still holds the earlier best
         if kept:
             progress.best_value, progress.best_epoch = value, progress.epoch
             self.best_evaluation = evaluation
-        if complete:
+        if complete and usable:
             progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
         yield Evaluated(
             time=self._wall_clock(),
@@ -400,6 +410,7 @@ class Trainer:
             best_value=math.nan if progress.best_value is None else progress.best_value,
             best_epoch=progress.best_epoch,
         )
+        return usable
 
     def _close_epoch(self) -> EpochDone:
         progress = self.progress

@@ -310,3 +310,17 @@ def test_resume_of_nothing_says_so(workshop):
     assert done.code == 6
     assert str(workshop.path("")) in done.err
     assert not workshop.path("").exists()
+
+
+def test_resume_where_the_snapshot_is_gone_keeps_what_was_trained(open_workshop, draw, tmp_path):
+    """Weights show that epochs were trained: nothing begins again over them; the message names the two ways on."""
+    data = draw(tmp_path / "data", {"train": {"blue": 4, "red": 4}, "val": {"blue": 2, "red": 2}})
+    work = open_workshop(data)
+    setting = ("data.test=null", "train.batch=2", "train.epochs=2")
+    stop_at(loaded(work, *setting), "step_done", epoch=2, step=2)
+    shutil.rmtree(work.path("snapshot"))
+    before = work.path("weights/best.safetensors").read_bytes()
+    done = work.fit(*setting, "--resume", ok=False)
+    assert done.code == 6
+    assert "snapshot: gone, and weights show that epochs were trained. Put it back; or begin a new run" in done.err
+    assert work.path("weights/best.safetensors").read_bytes() == before

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tifffile
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 HEADERS, DECODING = ("empty", "text", "many_channels"), ("cut", "flipped")
 
@@ -162,3 +163,16 @@ def test_a_bad_part_of_an_image_in_windows_makes_that_image_bad_alone(trained, t
     assert [bool(row["error"]) for row in rows] == [False, True, False, False]
     for row, before in zip(rows, sound, strict=True):
         assert row["error"] or float(row["score"]) == pytest.approx(float(before["score"]), abs=1e-6)
+
+
+def test_outputs_that_are_not_finite_are_no_prediction(trained, images, tmp_path):
+    """Weights of a run that had diverged: each row says so, none has a class, and the exit code is not 0."""
+    run = shutil.copytree(trained.path(""), tmp_path / "run")
+    weights = load_file(run / "weights" / "best.safetensors")
+    spoilt = {name: value * float("nan") if value.is_floating_point() else value for name, value in weights.items()}
+    save_file(spoilt, run / "weights" / "best.safetensors")
+    done = trained("predict", run, images)
+    assert done.code == 3
+    rows = table(done)
+    assert len(rows) == 7
+    assert {(row["label"], row["error"].partition(":")[0]) for row in rows} == {("", "the run's weights give outputs that are not finite")}

@@ -118,3 +118,16 @@ def test_run_that_diverges_once_too_often_ends_with_advice(small, tmp_path):
     progress = state["progress"]
     assert (progress["num_rollbacks"], progress["lr_scale"], state["sound"]) == (0, 1.0, True)
     assert (progress["epoch"], progress["step"]) == (2, 0)
+
+
+def test_weights_whose_validation_is_not_finite_are_never_the_best(small, tmp_path):
+    """Whatever the metric says of them (a NaN for every class is half right on two): back to the last sound snapshot instead."""
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=2, rollbacks=1))
+    predict = trainer._step.predict
+    trainer._step.predict = lambda images: predict(images) * (math.nan if trainer.progress.lr_scale == 1.0 else 1.0)
+    events = list(trainer.fit())
+    scored = [(event.epoch, event.is_best) for event in events if event.kind == "evaluated"]
+    assert scored[:2] == [(1, False), (1, True)]
+    (text,) = [event.text for event in events if isinstance(event, Notice) and "Going back" in event.text]
+    assert text.startswith("The validation loss after epoch 1 is not finite: the weights are of no use. Try optim.lr=")
+    assert events[-1].reason == "completed"
