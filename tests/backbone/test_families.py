@@ -20,7 +20,7 @@ from hiresvis.backbone.segments import apply_segments
 from hiresvis.memory.peak import StepSetting, predict_peak
 from hiresvis.memory.plan import Segment, uniform
 
-SHARDS = 16  # of the slow table; a few minutes each on one core
+SHARDS = 32  # of the slow table; a few minutes each on one core
 
 
 def _load() -> ModuleType:

@@ -173,7 +173,7 @@ def test_stop_ends_the_check_at_once_and_keeps_what_was_found(photos, open_works
     environ = {**os.environ, "HIRESVIS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(call, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
-    while not list(cache.glob("check-*.sqlite")) and time.monotonic() < deadline:
+    while not list(cache.glob("check*.sqlite")) and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
