@@ -120,7 +120,7 @@ def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Pat
         RunFolderError: a split is another.
     """
     said = []
-    for name, now in fingerprints(datasets).items():
+    for name, now in fingerprints(datasets).items() if before else ():
         then = before.get(name, now)
         if then != now:
             what = "as many, with other names or classes" if then["files"] == now["files"] else f"{now['files']} now"
