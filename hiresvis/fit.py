@@ -397,7 +397,7 @@ class _Run:
             "memory.micro_batch, train.batch).",
             need_bytes=plan.predicted_peak_bytes,
             budget_bytes=plan.budget_bytes,
-            largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+            largest_part=plan.largest_part,
         )
 
     def _warn_of_small_batches(self, parts: Parts, plan: CheckpointPlan) -> Iterator[Event]:
@@ -489,7 +489,6 @@ class _Run:
             cache=self.supply.cache,
         )
         val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
-        check = self._refusal_of_lone_images(parts)
         meter = PeakMeter(self.device)
         meter.start()
         relief = Relief(
@@ -500,7 +499,7 @@ class _Run:
             limits=parts.limits,
             train_loader=train_loader,
             changed=lambda now: self._write_plan(parts, now, stored),
-            check=check,
+            check=lambda now: self._refusal_of_lone_images(parts)(now),
             replan=recipe.memory.on_oom == "replan",
             resume_command=self._command("fit", "--resume"),
         )

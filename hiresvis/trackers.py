@@ -19,7 +19,7 @@ from hiresvis.errors import EnvironmentFailed, first_line
 from hiresvis.run.events import EpochDone, EpochStarted, Evaluated, Event, Notice, StepDone
 from hiresvis.run.files import write_text
 
-_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_AXIS = "optimizer_step"
 
 
 class Tracker(Protocol):
@@ -44,10 +44,10 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
-        self._names = tuple(name for name in names if name in _MODULES)
+        self._names = tuple(name for name in names if name in _OPEN)
         self._run_dir = run_dir
         self._open: dict[str, Tracker] = {}
-        self._step = self._num_steps = 0
+        self._step = 0
         missing = {name: why for name in self._names if (why := _missing(name))}
         if missing:
             named = ", ".join(f"{name} ({why})" for name, why in missing.items())
@@ -67,7 +67,7 @@ class Trackers:
     def record(self, event: Event) -> Iterator[Notice]:
         """Hands an event's numbers on; a tracker that fails is told, and left out from then on."""
         if isinstance(event, EpochStarted):
-            self._step, self._num_steps = (event.epoch - 1) * event.num_steps + event.first_step - 1, event.num_steps
+            self._step = (event.epoch - 1) * event.num_steps + event.first_step - 1
         elif isinstance(event, StepDone):
             self._step = (event.epoch - 1) * event.num_steps + event.step
         values = _numbers(event)
@@ -98,7 +98,7 @@ class Trackers:
 def _missing(name: str) -> str:
     """Why a tracker cannot be imported; empty where it can. A broken one raises whatever it likes."""
     try:
-        import_module(_MODULES[name])
+        import_module(name)
     except Exception as error:
         return first_line(error)
     return ""
@@ -138,9 +138,11 @@ class _Wandb:
         self._run = wandb.init(
             project="hiresvis", name=run_dir.name, id=_id_of(run_dir), resume="allow", dir=str(run_dir), config=dict(config)
         )
+        # An axis of our own: wandb drops what comes at an earlier step than the last, as after a rollback or a resume.
+        self._run.define_metric("*", step_metric=_AXIS)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, _AXIS: step})
 
     def close(self) -> None:
         self._run.finish()

@@ -36,6 +36,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,15 @@ class Attempt:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        code = 1
         reading, writing = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            os.close(reading)
-            os._exit(self._train(writing))
+            try:
+                os.close(reading)
+                code = self._train(writing)
+            finally:  # never up into the parent's own frames, which would clean up its folder
+                os._exit(code)
         os.close(writing)
         self.lines = reading
         os.set_blocking(reading, False)
@@ -114,12 +119,10 @@ class Attempt:
             for event in fit(load_recipe(self.recipe, [f"log.dir={self.run}"]), resume=(self.run / "recipe.yaml").is_file()):
                 told = {"kind": event.kind, "at": [getattr(event, "epoch", 0), getattr(event, "step", 0)]}
                 os.write(writing, json.dumps(told).encode() + b"\n")
-        except HiresvisError as error:
-            print(error, file=sys.stderr)
-            return error.exit_code
         except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
+            with suppress(OSError):  # its own log may not grow either
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return error.exit_code if isinstance(error, HiresvisError) else 1
         return ENDED_WELL
 
     def watch(self, until: float) -> bool:
@@ -178,9 +181,12 @@ class Attempt:
 def apart(look_at: Callable[..., int], *args: Any) -> int:
     """What a function of small numbers gives, run in a fork: a process that has computed with tensors itself cannot fork off others that
     train (their pools of threads are invalid)."""
-    child = os.fork()
+    child, found = os.fork(), 1
     if not child:
-        os._exit(look_at(*args))
+        try:
+            found = look_at(*args)
+        finally:
+            os._exit(found)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -219,7 +225,8 @@ def one_run(recipe: Path, run: Path, how: str, rng: random.Random, counts: Count
         newest = max(newest, attempt.saved)
         fault = ("", *FAULTS)[apart(look, run, newest)]
         if fault:
-            print(f"{run}: {fault}, after {attempt.last_kind}; saved was {newest}", file=sys.stderr)
+            there = sorted(path.name for path in (run / "snapshot").glob("*"))
+            print(f"{run}: {fault}, after {attempt.last_kind}, exit code {code}; saved was {newest}; {there}", file=sys.stderr)
             return Counter([fault])
         if code == ENDED_WELL and (how in SIGNALS or not hit):
             return Counter()

@@ -133,6 +133,11 @@ class CheckpointPlan:
             raise ValueError(f"no plan: its segments end at unit {position} of {len(self.unit_modules)}; plan again")
 
     @property
+    def largest_part(self) -> tuple[str, int]:
+        """Name and bytes of the part of the predicted peak that takes the most."""
+        return max(self.parts.items(), key=lambda part: part[1])
+
+    @property
     def recomputed(self) -> tuple[Segment, ...]:
         """The segments that are run again in backward."""
         return tuple(segment for segment in self.segments if segment.tier != "store")

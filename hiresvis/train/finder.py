@@ -178,7 +178,7 @@ class Finder:
             f"micro-batch {plan.micro_batch}, used {format_size(measured.peak_bytes)}. Raise memory.budget, or lower model.image_size.",
             need_bytes=measured.peak_bytes,
             budget_bytes=self.budget.total_bytes,
-            largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+            largest_part=plan.largest_part,
         )
 
     def _probed(
@@ -200,7 +200,7 @@ class Finder:
                     f"micro-batch {plan.micro_batch} fits. Raise memory.budget, or lower model.image_size.",
                     need_bytes=measured.peak_bytes,
                     budget_bytes=self.budget.total_bytes,
-                    largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+                    largest_part=plan.largest_part,
                 )
             self.eval_batch = plan.eval_batch // 2
             text = f"evaluation of {plan.eval_batch} images {measured.what_happened()}, and the budget is {budget}: {self.eval_batch} at "

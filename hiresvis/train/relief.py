@@ -167,7 +167,7 @@ class Relief:
             f"{format_size(plan.budget_bytes)}. What was saved is whole. {way if self._resume_command else 'Lower memory.budget.'}",
             need_bytes=plan.predicted_peak_bytes,
             budget_bytes=plan.budget_bytes,
-            largest_part=max(plan.parts.items(), key=lambda part: part[1]),
+            largest_part=plan.largest_part,
         )
 
 

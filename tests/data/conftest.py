@@ -27,6 +27,22 @@ def picture() -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture
+def turned() -> Callable[..., tuple[np.ndarray, Image.Exif]]:
+    """turned(upright, orientation) -> the pixels as a camera held so stores them, and the EXIF that says it."""
+
+    def turn(upright: np.ndarray, orientation: int) -> tuple[np.ndarray, Image.Exif]:
+        stored = {
+            1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
+            5: upright.transpose(1, 0, 2), 6: np.rot90(upright, 1), 7: upright[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(upright, -1),
+        }[orientation]  # fmt: skip
+        exif = Image.Exif()
+        exif[274] = orientation
+        return np.ascontiguousarray(stored), exif
+
+    return turn
+
+
+@pytest.fixture
 def save_image() -> Callable[..., Path]:
     """save_image(path, seed=0, size=(24, 32), **options of Pillow) -> path, folders made."""
 

@@ -134,16 +134,18 @@ class TestPixels:
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     @pytest.mark.parametrize("name", ["x.avif", "x.heic"])
-    def test_rotation_is_applied_once(self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str, orientation: int) -> None:
+    def test_rotation_is_applied_once(
+        self,
+        tmp_path: Path,
+        picture: Callable[..., np.ndarray],
+        turned: Callable[..., tuple[np.ndarray, Image.Exif]],
+        name: str,
+        orientation: int,
+    ) -> None:
         """Each of the eight ways, as the encoder writes them from EXIF: the picture is upright, and a region counts in it."""
         upright = picture(64, 96)
-        stored = {
-            1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
-            5: upright.transpose(1, 0, 2), 6: np.rot90(upright, 1), 7: upright[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(upright, -1),
-        }[orientation]  # fmt: skip
-        exif = Image.Exif()
-        exif[274] = orientation
-        path = save(tmp_path / name, np.ascontiguousarray(stored), exif=exif.tobytes())
+        stored, exif = turned(upright, orientation)
+        path = save(tmp_path / name, stored, exif=exif.tobytes())
         assert probe(path, LIMIT).shown_size == (64, 96)
         out = decode(path, max_pixels=LIMIT)
         assert np.abs(out.astype(int) - upright).mean() < 3

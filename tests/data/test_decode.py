@@ -350,17 +350,19 @@ class TestSize:
 class TestOrientation:
     @pytest.mark.parametrize("orientation", range(1, 9))
     @pytest.mark.parametrize("name", ["x.jpg", "x.png", "x.webp", "x.tif"])
-    def test_exif_rotation_is_applied(self, tmp_path: Path, picture: Callable[..., np.ndarray], name: str, orientation: int) -> None:
+    def test_exif_rotation_is_applied(
+        self,
+        tmp_path: Path,
+        picture: Callable[..., np.ndarray],
+        turned: Callable[..., tuple[np.ndarray, Image.Exif]],
+        name: str,
+        orientation: int,
+    ) -> None:
         """Each of the eight ways, in each format, as the standard's own picture of it says."""
         upright = picture(24, 40)
-        stored = {
-            1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
-            5: upright.transpose(1, 0, 2), 6: np.rot90(upright, 1), 7: upright[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(upright, -1),
-        }[orientation]  # fmt: skip
-        exif = Image.Exif()
-        exif[274] = orientation
+        stored, exif = turned(upright, orientation)
         options = {"quality": 100, "subsampling": 0} if name == "x.jpg" else {"lossless": True} if name == "x.webp" else {}
-        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / name, exif=exif, **options)
+        Image.fromarray(stored).save(tmp_path / name, exif=exif, **options)
         header, array = probe(tmp_path / name, LIMIT), decode(tmp_path / name, max_pixels=LIMIT)
         assert header.orientation == orientation
         assert header.shown_size == (24, 40)

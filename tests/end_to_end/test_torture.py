@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("how", "count"),
     [
         ("kill", 3),
-        *(pytest.param(how, count, marks=pytest.mark.slow) for how, count in (("kill", 10), ("term", 5))),
+        *(pytest.param(how, count, marks=pytest.mark.slow) for how, count in (("kill", 10), ("full", 5))),
     ],
 )
 def test_run_hit_at_random_moments_ends_as_one_left_in_peace(how: str, count: int) -> None:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hiresvis.backbone.trace import trace_costs
 from hiresvis.errors import Interrupted
+from hiresvis.memory.costs import MemoryProfile
 from hiresvis.train.freezing import TrainMode
 from hiresvis.train.losses import CrossEntropy
 from hiresvis.train.optim import build_optimizer, build_schedule
@@ -108,6 +110,25 @@ def make_step(
     built = build_optimizer(model, name=optimizer, lr=lr, weight_decay=0.05, layer_decay=layer_decay)
     device = torch.device("cpu")
     return TrainStep(model, built, CrossEntropy(), prepare=prepare, device=device, precision=precision, clip_grad=clip_grad)
+
+
+def trace(step: TrainStep, model_name: str, size_px: int) -> MemoryProfile:
+    """The costs of a step's model, trained by AdamW on square bytes."""
+    _, profile = trace_costs(
+        step.model,
+        name=model_name,
+        image_size=(size_px, size_px),
+        in_chans=3,
+        num_classes=CLASSES,
+        precision="fp32",
+        channels_last=False,
+        block=64,
+        raw_image_bytes=size_px * size_px * 3,
+        make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
+        optimizer_name="adamw",
+        clip_grad=1.0,
+    )
+    return profile
 
 
 def make_trainer(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hiresvis import device
-from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import PeakMeter
 from hiresvis.errors import DoesNotFit, Interrupted
 from hiresvis.memory.budget import Budget
@@ -22,7 +21,6 @@ from hiresvis.train import finder as finder_module
 from hiresvis.train.finder import Finder, MeasuredPeak
 from hiresvis.train.freezing import TrainMode
 from hiresvis.train.losses import CrossEntropy
-from hiresvis.train.optim import build_optimizer
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.units import MIB
@@ -45,22 +43,7 @@ def _steady_resident_size(small) -> None:
 
 @cache
 def _profile(small) -> MemoryProfile:
-    step = small.make_step(MODEL)
-    _, profile = trace_costs(
-        step.model,
-        name=MODEL,
-        image_size=(PX, PX),
-        in_chans=3,
-        num_classes=small.CLASSES,
-        precision="fp32",
-        channels_last=False,
-        block=64,
-        raw_image_bytes=PX * PX * 3,
-        make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
-        optimizer_name="adamw",
-        clip_grad=1.0,
-    )
-    return profile
+    return small.trace(small.make_step(MODEL), MODEL, PX)
 
 
 def _need(small, micro_batch: int) -> int:

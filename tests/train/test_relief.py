@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import is_out_of_memory
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.search import Limits, Planner
-from hiresvis.train.optim import build_optimizer
 from hiresvis.train.relief import Relief
 from hiresvis.units import GIB, MIB
 
@@ -23,21 +21,7 @@ PX, BATCH = 64, 64
 def traced(small):
     """A small network and its costs."""
     step = small.make_step("test_resnet")
-    _, profile = trace_costs(
-        step.model,
-        name="test_resnet",
-        image_size=(PX, PX),
-        in_chans=3,
-        num_classes=small.CLASSES,
-        precision="fp32",
-        channels_last=False,
-        block=64,
-        raw_image_bytes=PX * PX * 3,
-        make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
-        optimizer_name="adamw",
-        clip_grad=1.0,
-    )
-    return step, profile
+    return step, small.trace(step, "test_resnet", PX)
 
 
 @pytest.mark.parametrize("reserve", [1 * MIB, 50 * MIB, 400 * MIB])
