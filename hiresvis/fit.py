@@ -9,31 +9,27 @@ from __future__ import annotations
 
 import os
 import random
-import shlex
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from hiresvis import assemble, profiles
+from hiresvis.batch_statistics import least_images, lone_image_check, small_batch_notices
 from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.augment import usable_library
-from hiresvis.data.check import DataReport, partly_decoded
 from hiresvis.data.contract import Contract
-from hiresvis.data.folders import IMAGE_EXTENSIONS
-from hiresvis.data.loader import EvalLoader, TrainLoader, batch_sizes, part_sizes
-from hiresvis.data.sources import Datasets, Sample
+from hiresvis.data.loader import TrainLoader
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, RunFolderError, first_line
+from hiresvis.errors import EnvironmentFailed, RunFolderError, first_line
+from hiresvis.finish import Finish, command, eval_loader, passed_over_notices
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
-from hiresvis.predictions import predictions_text
+from hiresvis.precheck import check_before_training
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
 from hiresvis.recipe.tasks import LOSSES
@@ -54,27 +50,21 @@ from hiresvis.resume import (
 )
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
-from hiresvis.run.events import AutoResolved, Evaluated, Event, Notice, RunFinished, RunInterrupted, RunStarted
-from hiresvis.settle import SMALL_MICRO_BATCH, disk_bytes, remedies
+from hiresvis.run.events import AutoResolved, Event, Notice, RunStarted
+from hiresvis.settle import disk_bytes, remedies
 from hiresvis.supply import Supply, settle_cache, settle_workers, tell_supply
 from hiresvis.trackers import Trackers
-from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.finder import Finder, Found
-from hiresvis.train.freezing import needs_two_images
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
-from hiresvis.train.progress import Progress, RunLimits
-from hiresvis.train.relief import Relief, evaluation_in_room
+from hiresvis.train.progress import RunLimits
+from hiresvis.train.relief import Relief
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
-from hiresvis.units import format_duration
 
-CHECK_SECONDS = 600.0  # that data.check: auto decodes before training
-_TOLD_EVERY_S = 30.0
 _ROLLBACKS = 2  # of a run that diverges, before it stops
-_WITH_STATISTICS = 2  # images that a micro-batch should have at least where batch statistics are taken of it
 
 
 def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) -> Iterator[Event]:
@@ -165,7 +155,7 @@ class _Run:
         yield from self._autos()
         found = yield from self._find(parts, step, parts.limits)
         plan = found.plan
-        yield from self._warn_of_small_batches(parts, plan)
+        yield from small_batch_notices(parts, plan)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan, found.measured.images_per_second)
         yield from self._autos()
@@ -240,7 +230,7 @@ class _Run:
             raw_image=parts.raw_image,
             eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
             remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
-            check=self._refusal_of_lone_images(parts),
+            check=lone_image_check(parts),
             stop=self.stop,
             unit_seconds=profiles.read_seconds(parts.key, device_name(self.device)),
         )
@@ -290,7 +280,7 @@ class _Run:
         if before is not None:
             refuse_other_classes(before, datasets.classes, loaded.run_dir)
         refuse_other_data(data_before or {}, datasets, loaded.run_dir)
-        yield from _tell_passed_over(datasets)
+        yield from passed_over_notices(datasets)
         if isinstance(loaded.recipe.train.batch, int):
             assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch)
         if before is None:
@@ -305,49 +295,12 @@ class _Run:
             refuse_other_contract(before, contract, loaded.run_dir)
         self.supply = settle_cache(loaded, self.resolution, datasets, contract)
         if before is None:
-            yield from self._check(datasets, contract)
+            yield from check_before_training(loaded, self.resolution, datasets, contract, copies=self.supply.cache, stop=self.stop)
         parts = make_parts(loaded, self.resolution, datasets, contract, backbone, self.device, norm=norm)
         yield Notice(level="info", text=assemble.describe_model(parts.trainable))
         if parts.pipeline.augment is not None and (why := usable_library()[1]):
             yield Notice(level="warning", text=f"augmentation by {parts.pipeline.augment.made_by}, since {why}")
         return parts
-
-    def _check(self, datasets: Datasets, contract: Contract) -> Iterator[Event]:
-        """Looks at the images as data.check says, and tells what was found.
-
-        Raises:
-            DataError: some cannot be trained on.
-            Interrupted: a stop was requested; what was found is remembered.
-        """
-        how, told = self.loaded.recipe.data.check, time.monotonic()
-        seconds = CHECK_SECONDS if how == "auto" else None
-        copies = self.supply.cache
-        steps = assemble.check_data(self.loaded, datasets, contract.preprocess(), fast=how == "headers", seconds=seconds, copies=copies)
-        yield Notice(level="info", text=f"checking {sum(len(split) for split in datasets.splits().values())} images")
-
-        while True:
-            try:
-                done, total = next(steps)
-            except StopIteration as end:
-                report: DataReport = end.value
-                break
-            if self.stop.requested:
-                steps.close()
-                self.stop.raise_if_requested("stopped while checking the data; nothing was trained")
-            if time.monotonic() - told > _TOLD_EVERY_S:
-                told = time.monotonic()
-                yield Notice(level="info", text=f"checked {done} of {total} images")
-        for level, problems in (("warning", report.warnings), ("info", report.notes)):
-            for problem in problems:
-                yield Notice(level=level, text=str(problem))
-        if report.errors:
-            raise DataError(report.errors)
-        if seconds is not None:
-            unread = partly_decoded(report, seconds)
-            if unread:
-                yield Notice(level="warning", text=unread)
-            share = f"{report.num_decoded} of {report.num_images} images decoded"
-            self.resolution.set("data.check", "auto" if unread else "full", f"{share}, in {format_duration(seconds)} at most")
 
     def _started(self, parts: Parts, *, batch: int | None, resumed_from_epoch: int | None) -> RunStarted:
         recipe = self.loaded.recipe
@@ -367,45 +320,6 @@ class _Run:
             capacity_bytes=parts.budget.capacity_bytes,
             resumed_from_epoch=resumed_from_epoch,
         )
-
-    @staticmethod
-    def _takes_batch_statistics(parts: Parts) -> bool:
-        return parts.trainable.norm == "batch" and assemble.has_batch_norm(parts.trainable.model)
-
-    def _refusal_of_lone_images(self, parts: Parts) -> Callable[[CheckpointPlan], None]:
-        """What to hold plans against, where a micro-batch of one image cannot be trained on."""
-        if self._takes_batch_statistics(parts):
-            parts.trainable.train_mode()
-            if needs_two_images(parts.trainable.model, parts.contract.image_size, parts.contract.channels):
-                return lambda plan: self._refuse_lone_images(parts, plan)
-        return lambda plan: None
-
-    def _refuse_lone_images(self, parts: Parts, plan: CheckpointPlan) -> None:
-        """A plan under which an image would stand alone in a micro-batch.
-
-        Raises:
-            DoesNotFit: there is such an image.
-        """
-        images = len(parts.datasets.train)
-        if min(min(part_sizes(size, plan.micro_batch)) for size in batch_sizes(images, plan.batch, _WITH_STATISTICS)) > 1:
-            return
-        height, width = plan.image_size
-        raise DoesNotFit(
-            f"{plan.model} at {height}x{width} px takes batch statistics of a map of a single pixel, which it cannot of one image at a "
-            f"time; {images} images in batches of {plan.batch} and micro-batches of at most {plan.micro_batch} leave one alone. "
-            "Ways out: model.norm frozen (the statistics of the weights are kept); a micro-batch of 3 or more (memory.budget, "
-            "memory.micro_batch, train.batch).",
-            need_bytes=plan.predicted_peak_bytes,
-            budget_bytes=plan.budget_bytes,
-            largest_part=plan.largest_part,
-        )
-
-    def _warn_of_small_batches(self, parts: Parts, plan: CheckpointPlan) -> Iterator[Event]:
-        """Batch statistics of few images: the user decides, and is told."""
-        least = SMALL_MICRO_BATCH
-        if plan.micro_batch < least and self._takes_batch_statistics(parts):
-            text = f"BatchNorm takes its statistics from micro-batches of {plan.micro_batch}; below {least} they are noise: "
-            yield Notice(level="warning", text=text + "raise memory.budget, or set model.norm frozen to keep those of the weights")
 
     def _settle_plan(self, plan: CheckpointPlan) -> None:
         recipe, resolution = self.loaded.recipe, self.resolution
@@ -482,13 +396,15 @@ class _Run:
             batch=plan.batch,
             micro_batch=plan.micro_batch,
             seed=recipe.train.seed,
-            least=_WITH_STATISTICS if self._takes_batch_statistics(parts) else 1,
+            least=least_images(parts),
             workers=settled.workers,
             bad_images=data.bad_images,
             pin=on_gpu,
             cache=self.supply.cache,
         )
-        val_loader = self._eval_loader(samples.val.samples, parts, plan, settled)
+        val_loader = eval_loader(
+            samples.val.samples, parts, batch=plan.eval_batch, workers=settled.workers, cache=self.supply.cache, on_gpu=on_gpu
+        )
         meter = PeakMeter(self.device)
         meter.start()
         relief = Relief(
@@ -499,9 +415,9 @@ class _Run:
             limits=parts.limits,
             train_loader=train_loader,
             changed=lambda now: self._write_plan(parts, now, stored),
-            check=lambda now: self._refusal_of_lone_images(parts)(now),
+            check=lambda now: lone_image_check(parts)(now),
             replan=recipe.memory.on_oom == "replan",
-            resume_command=self._command("fit", "--resume"),
+            resume_command=command(self.loaded, "fit", "--resume"),
         )
         trainer = Trainer(
             step=step,
@@ -524,13 +440,23 @@ class _Run:
             name_of=lambda index: samples.train.samples[index].title,
             val_name_of=lambda index: samples.val.samples[index].title,
             predicted_peak_bytes=plan.predicted_peak_bytes,
-            resume_command=self._command("fit", "--resume"),
+            resume_command=command(self.loaded, "fit", "--resume"),
         )
         try:
             if snapshot is not None:
                 trainer.restore(snapshot)
-            counted = int(stored["measured"]["counted_peak_bytes"])
-            events = self._events(trainer, relief, parts, step, settled, counted)
+            finish = Finish(
+                loaded=self.loaded,
+                folder=folder,
+                stop=self.stop,
+                parts=parts,
+                step=step,
+                metric=settled.metric,
+                workers=settled.workers,
+                cache=self.supply.cache,
+                counted_bytes=int(stored["measured"]["counted_peak_bytes"]),
+            )
+            events = finish.events(trainer, relief)
             yield from tell_supply(events, train_loader, val_loader, workers=settled.workers, cached=self.supply.cache is not None)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -553,165 +479,12 @@ class _Run:
         self._settle_plan(plan)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
 
-    def _events(self, trainer: Trainer, relief: Relief, parts: Parts, step: TrainStep, settled: _Settled, counted: int) -> Iterator[Event]:
-        first = relief.plan
-        for event in trainer.fit():
-            if not isinstance(event, RunFinished):
-                yield event
-                continue
-            relief.remove()
-            self._refuse_end_without_weights(event.epochs)
-            if relief.plan.eval_batch != first.eval_batch:
-                trainer.best_evaluation = None  # `evaluate` will repeat the digits of the batch that is left
-            test = yield from self._best(trainer, parts, step, relief, settled)
-            finished = replace(
-                event,
-                time=0.0,
-                test_metrics=test,
-                predicted_peak_bytes=relief.plan.predicted_peak_bytes,
-                counted_peak_bytes=counted or None,
-                predicted_counted_bytes=first.predicted_counted_bytes if counted else None,
-                passed_over=_passed_over(parts.datasets),
-            )
-            yield finished  # recorded by now, so the report sees a finished run
-            if self.loaded.recipe.log.report:
-                yield from self._report()
-
-    def _refuse_end_without_weights(self, epochs: int) -> None:
-        """A run that could write no best weights is no finished run.
-
-        Raises:
-            EnvironmentFailed: there are none on disk.
-        """
-        folder = self.folder
-        assert folder is not None
-        if folder.best_weights.is_file():
-            return
-        if load_snapshot(folder.snapshot) is None:
-            saved, way = "nothing else of it was saved either", "train again, with the same plan"
-            command = self._command("fit", "--resume")
-        else:
-            saved, way = "its snapshot is there", "train an epoch more from it"
-            kept = [override for override in self.loaded.overrides if override.partition("=")[0].strip() != "train.epochs"]
-            command = shlex.join(["hiresvis", "fit", str(self.loaded.path), *kept, f"train.epochs={epochs + 1}", "--resume"])
-        raise EnvironmentFailed(
-            f"{folder.best_weights}: the run came to its end, and its best weights were not written (the errors above say why) or were "
-            f"removed; {saved}. Free some disk space, then {way}: {command}"
-        )
-
-    def _best(
-        self, trainer: Trainer, parts: Parts, step: TrainStep, relief: Relief, settled: _Settled
-    ) -> Generator[Event, None, dict[str, float]]:
-        """Evaluates the best weights on test, and writes every sample's result."""
-        folder = self.folder
-        assert folder is not None
-        step.model.load_state_dict(load_file(folder.best_weights))
-        val, batch = trainer.best_evaluation, relief.plan.eval_batch
-        if val is None:
-            val = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, relief, settled)
-        results = {"val": val}
-        if parts.datasets.test is not None:
-            results["test"] = yield from self._evaluation(trainer.progress, step, parts.datasets.test.samples, parts, relief, settled)
-            if relief.plan.eval_batch != batch:  # `evaluate` will take the batch that is left, for both
-                results["val"] = yield from self._evaluation(trainer.progress, step, parts.datasets.val.samples, parts, relief, settled)
-            found = results["test"]
-            value, epoch = found.metrics[settled.metric], trainer.progress.best_epoch
-            yield Evaluated(
-                epoch=epoch,
-                split="test",
-                loss=found.loss,
-                metrics=dict(found.metrics),
-                metric=settled.metric,
-                value=value,
-                is_best=False,
-                best_value=value,
-                best_epoch=epoch,
-            )
-        folder.write_text("predictions.csv", predictions_text(results, parts.contract.classes))
-        return dict(results["test"].metrics) if "test" in results else {}
-
-    def _evaluation(
-        self, progress: Progress, step: TrainStep, samples: Sequence[Sample], parts: Parts, relief: Relief, settled: _Settled
-    ) -> Generator[Event, None, Evaluation]:
-        """One split by the best weights; a stop is heeded after each batch."""
-        loader = self._eval_loader(samples, parts, relief.plan, settled)
-        steps = evaluation_in_room(step, loader, relief, name_of=lambda index: samples[index].title)
-        try:
-            while True:
-                try:
-                    told = next(steps)
-                except StopIteration as done:
-                    return done.value
-                if isinstance(told, Event):
-                    yield told
-                if self.stop.requested:
-                    steps.close()
-                    yield from self._interrupted(progress)
-        finally:
-            loader.close()
-
-    def _interrupted(self, progress: Progress) -> Iterator[Event]:
-        """Leaves after the last step, which is saved.
-
-        Raises:
-            Interrupted: always.
-        """
-        command = self._command("fit", "--resume")
-        # Between two epochs the progress is at the next one, which is not trained.
-        epoch, at = (progress.epoch, progress.step) if progress.step else (progress.epoch - 1, progress.num_steps)
-        yield RunInterrupted(signal=self.stop.signal_name, epoch=epoch, step=at, resume_command=command)
-        raise Interrupted(
-            f"stopped by {self.stop.signal_name} while the best weights were evaluated; training is done and saved; go on with: {command}",
-            exit_code=self.stop.exit_code,
-        )
-
-    def _eval_loader(self, samples: Sequence[Sample], parts: Parts, plan: CheckpointPlan, settled: _Settled) -> EvalLoader:
-        return EvalLoader(
-            samples,
-            parts.contract.preprocess(),
-            max_pixels=parts.contract.max_pixels,
-            batch=plan.eval_batch,
-            workers=settled.workers,
-            pin=self.device.type == "cuda",
-            cache=self.supply.cache,
-        )
-
-    def _report(self) -> Iterator[Event]:
-        """The page; one that cannot be written is told, and the run is finished all the same."""
-        from hiresvis.ui.report import write_report
-
-        folder = self.folder
-        assert folder is not None
-        try:
-            path = write_report(folder.root)
-        except Exception as error:  # the report is a view: its faults must not end a finished run
-            yield Notice(level="warning", text=f"the report was not written ({error}); try: hiresvis report {folder.root}")
-            return
-        yield Notice(level="info", text=f"report: {path}")
-
-    def _command(self, name: str, *options: str) -> str:
-        return shlex.join(["hiresvis", name, str(self.loaded.path), *self.loaded.overrides, *options])
-
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
     schedule: Schedule
     metric: str
     workers: int
-
-
-def _tell_passed_over(datasets: Datasets) -> Iterator[Event]:
-    """Files that were taken for no images, by split: a whole folder of GIFs must not vanish in silence."""
-    for name, split in datasets.splits().items():
-        if split.skipped_extensions:
-            counts = ", ".join(f"{count} {extension}" for extension, count in sorted(split.skipped_extensions.items()))
-            text = f"data.{name}: files passed over by extension: {counts}; read are {' '.join(sorted(IMAGE_EXTENSIONS))}"
-            yield Notice(level="warning", text=text)
-
-
-def _passed_over(datasets: Datasets) -> dict[str, int]:
-    """The same, all splits together."""
-    return dict(sum((Counter(split.skipped_extensions) for split in datasets.splits().values()), Counter[str]()))
 
 
 def _short(value: Any) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hiresvis.device import is_out_of_memory, release
-from hiresvis.errors import DataError, EnvironmentFailed, Interrupted, Problem, TrainingFailed, first_line
+from hiresvis.device import is_out_of_memory
+from hiresvis.errors import DataError, Interrupted, Problem, first_line
 from hiresvis.run.events import (
     EpochDone,
     EpochStarted,
@@ -25,7 +25,6 @@ from hiresvis.run.events import (
     Notice,
     RunFinished,
     RunInterrupted,
-    SnapshotSaved,
     StepDone,
 )
 from hiresvis.train.batches import fetch
@@ -35,12 +34,13 @@ from hiresvis.train.keeper import Keeper
 from hiresvis.train.metrics import is_better
 from hiresvis.train.optim import Schedule
 from hiresvis.train.progress import Progress, RunLimits
+from hiresvis.train.recovery import Recovery, Setback
 from hiresvis.train.relief import Relief, evaluation_in_room
+from hiresvis.train.saver import Saver
 from hiresvis.train.snapshot import Snapshot
 from hiresvis.train.step import StepOutcome, TrainStep
 from hiresvis.train.stop import StopRequest
 
-ROLLBACK_LR = 0.3  # of the learning rate, after each rollback
 _NAMES_SHOWN = 8
 
 
@@ -51,21 +51,6 @@ class _Batch:
     started: float
     waited: float = 0.0
     indices: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setback:
-    """Why the steps of an epoch broke off.
-
-    Attributes:
-        out_of_memory: what the error said; empty: training has diverged.
-        diverged: why, and what to do about it.
-        intact: weights and optimizer are as before the batch.
-    """
-
-    out_of_memory: str = ""
-    diverged: str = ""
-    intact: bool = True
 
 
 class Trainer:
@@ -119,15 +104,16 @@ class Trainer:
         self.best_evaluation: Evaluation | None = None
         self._step, self._train_loader, self._val_loader = step, train_loader, val_loader
         self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
-        self._keeper = Keeper(step, run_dir)
         self._stop = StopRequest() if stop is None else stop
         self._relief = relief
+        self._keeper = Keeper(step, run_dir)
+        self._saver = Saver(self._keeper, clock=clock, wall_clock=wall_clock)
+        self._recovery = Recovery(self._keeper, self._saver, relief, rollbacks=limits.rollbacks, wall_clock=wall_clock)
         self._memory_bytes, self._name_of, self._val_name_of = memory_bytes, name_of, val_name_of
         self._predicted_peak_bytes, self._resume_command = predicted_peak_bytes, resume_command
         self._clock, self._wall_clock = clock, wall_clock
         self._snapshot: Snapshot | None = None  # whose random state fit has to put back
-        self._saved_at: tuple[int, int] | None = None
-        self._started = self._last_save = self._last_count = 0.0
+        self._started = 0.0
         self._peak_bytes = self._num_skipped_told = 0
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -138,7 +124,7 @@ class Trainer:
         """
         self.progress = self._keeper.restore(snapshot, metric=self.progress.metric, num_steps=self.progress.num_steps)
         self._snapshot = snapshot
-        self._saved_at = (self.progress.epoch, self.progress.step)
+        self._saver.saved_at = (self.progress.epoch, self.progress.step)
 
     def fit(self) -> Iterator[Event]:
         """Trains from where the run is to a limit.
@@ -154,12 +140,13 @@ class Trainer:
             DoesNotFit: memory ran out, and no more room can be made.
         """
         with self._stop:
-            self._started = self._last_save = self._last_count = self._clock()
+            self._started = self._clock()
+            self._saver.start()
             if self._snapshot is not None:
                 self._keeper.restore_rng(self._snapshot)
                 self._snapshot = None
             else:
-                yield from self._save()  # to go back to, from the first step on
+                yield from self._saver.snapshot(self.progress)  # to go back to, from the first step on
             yield from self._epochs()
 
     def _epochs(self) -> Iterator[Event]:
@@ -172,7 +159,7 @@ class Trainer:
                 yield from self._interrupt()
             setback = yield from self._train_epoch()
             if setback is not None:
-                yield from self._recover(setback)
+                self.progress = yield from self._recovery.recover(self.progress, setback)
                 continue
             progress = self.progress
             complete = progress.step >= progress.num_steps
@@ -180,18 +167,19 @@ class Trainer:
             if not usable:
                 place, lr = f"epoch {progress.epoch}", self._schedule.at(progress.global_step - 1) * progress.lr_scale
                 text = f"The validation loss after {place} is not finite: the weights are of no use. Try optim.lr={lr / 10:.1g}"
-                yield from self._recover(_Setback(diverged=f"{text}, or a longer optim.warmup."))
+                setback = Setback(diverged=f"{text}, or a longer optim.warmup.")
+                self.progress = yield from self._recovery.recover(progress, setback)
                 continue
-            yield from self._tried(self._keeper.save_last, progress)
+            yield from self._saver.tried(self._keeper.save_last, progress)
             if complete:
                 yield self._close_epoch()
-            yield from self._save()
+            yield from self._saver.snapshot(self.progress)
             if not complete or (self._out_of_time() and progress.epoch <= limits.epochs):
                 reason = "max_time"
                 break
         yield self._finished(reason)
 
-    def _train_epoch(self) -> Generator[Event, None, _Setback | None]:
+    def _train_epoch(self) -> Generator[Event, None, Setback | None]:
         """Steps until the epoch or the time is over, or until a setback."""
         progress = self.progress
         yield EpochStarted(time=self._wall_clock(), epoch=progress.epoch, num_steps=progress.num_steps, first_step=progress.step + 1)
@@ -207,7 +195,7 @@ class Trainer:
         )
         return setback
 
-    def _steps(self, batches: Iterator[_Batch]) -> Generator[Event, None, _Setback | None]:
+    def _steps(self, batches: Iterator[_Batch]) -> Generator[Event, None, Setback | None]:
         progress = self.progress
         while True:
             mark = self._step.mark()
@@ -227,7 +215,7 @@ class Trainer:
             else:
                 ran_out = ""
             if ran_out:  # the error is gone with its traceback, which held tensors
-                return _Setback(out_of_memory=ran_out, intact=self._step.take_back(mark))
+                return Setback(out_of_memory=ran_out, intact=self._step.take_back(mark))
             progress.step += 1
             yield self._step_done(batch, outcome, lr)
             yield from self._skipped_files()
@@ -241,57 +229,13 @@ class Trainer:
                 precision=self._step.precision,
             )
             if diverged:
-                return _Setback(diverged=diverged)
+                return Setback(diverged=diverged)
             if self._stop.requested:
                 yield from self._interrupt()
             if progress.step < progress.num_steps and self._out_of_time():
                 return None
-            if self._limits.save_every is not None and self._clock() - self._last_save >= self._limits.save_every:
-                yield from self._save()
-
-    def _recover(self, setback: _Setback) -> Iterator[Event]:
-        """Goes on after a setback: with more room, or from an earlier point.
-
-        Raises:
-            DoesNotFit: there is no more room to make.
-            TrainingFailed: training has diverged, and going back is not allowed any more.
-        """
-        progress = self.progress
-        if setback.out_of_memory:
-            assert self._relief is not None
-            where = f"epoch {progress.epoch}, step {progress.step + 1}"
-            yield from self._relief.training(where, setback.out_of_memory)
-            if not setback.intact:
-                yield self._notice("warning", "the optimizer broke off half way: going back to the last snapshot")
-                self._go_back(self._keeper.load_newest())
-            return
-        snapshot = self._keeper.load_sound()
-        if snapshot is None:
-            raise TrainingFailed(setback.diverged)
-        self._go_back(snapshot)
-        after = self.progress
-        if progress.num_rollbacks >= self._limits.rollbacks:
-            after.lr_scale, after.num_rollbacks = 1.0, 0  # whoever resumes does so with another learning rate
-            yield from self._save()
-            raise TrainingFailed(setback.diverged)
-        after.lr_scale, after.num_rollbacks = progress.lr_scale * ROLLBACK_LR, progress.num_rollbacks + 1
-        text = f"{setback.diverged} Going back to epoch {after.epoch}, step {after.step}, with {after.lr_scale:.2g} of the learning rate "
-        yield self._notice("warning", f"{text}(rollback {after.num_rollbacks} of {self._limits.rollbacks} at most)")
-        yield from self._save()  # killed now, the run goes on with the lower rate
-
-    def _go_back(self, snapshot: Snapshot | None) -> None:
-        """The run as the snapshot has it; time and memory go on.
-
-        Raises:
-            TrainingFailed: there is none.
-        """
-        if snapshot is None:
-            raise TrainingFailed("There is no snapshot to go back to: none could be written (the errors above say why).")
-        seconds = self.progress.total_seconds
-        self.progress = self._keeper.restore(snapshot, metric=self.progress.metric, num_steps=self.progress.num_steps)
-        self.progress.total_seconds = seconds
-        self._keeper.restore_rng(snapshot)
-        self._saved_at = (self.progress.epoch, self.progress.step)
+            if self._saver.is_due(self._limits.save_every):
+                yield from self._saver.snapshot(self.progress)
 
     def _accumulated_batches(self) -> Generator[_Batch, None, None]:
         batch = _Batch(started=self._clock())
@@ -390,7 +334,7 @@ class Trainer:
         again = progress.epoch == progress.best_epoch and value == progress.best_value
         usable = math.isfinite(evaluation.loss)
         better = usable and (again or is_better(progress.metric, value, progress.best_value))
-        failures = list(self._tried(self._keeper.save_best, progress, value)) if better else []
+        failures = list(self._saver.tried(self._keeper.save_best, progress, value)) if better else []
         yield from failures
         kept = better and not failures  # else the file still holds the earlier best
         if kept:
@@ -426,35 +370,6 @@ class Trainer:
         progress.next_epoch()
         return done
 
-    def _save(self) -> Iterator[Event]:
-        """A snapshot of this point. A failing disk is told, and training goes on with the previous one."""
-        progress = self.progress
-        now = self._clock()
-        progress.total_seconds += now - self._last_count
-        self._last_count = self._last_save = now  # after a failure, too: the next try is at the next interval
-        failures = list(self._tried(self._keeper.save, progress))
-        yield from failures
-        if not failures:
-            self._saved_at = (progress.epoch, progress.step)
-            yield SnapshotSaved(time=self._wall_clock(), epoch=progress.epoch, step=progress.step, path=str(self._keeper.snapshot_dir))
-
-    def _tried(self, save: Callable[..., None], *args: Any) -> Iterator[Notice]:
-        """A notice when saving fails. Memory that runs out is given back first, and saving tried once more."""
-        for again in (True, False):
-            try:
-                save(*args)
-                return
-            except EnvironmentFailed as error:
-                yield self._notice("error", str(error))
-                return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                ran_out = first_line(error)
-            if again:
-                release()
-        yield self._notice("error", f"not saved: memory ran out ({ran_out}); what was saved before is whole")
-
     def _unreadable(self, error: DataError, key: str) -> Iterator[Event]:
         """Saves the run as it is after its last step, and leaves at a file that cannot be read.
 
@@ -463,11 +378,11 @@ class Trainer:
         """
         progress = self.progress
         here = (progress.epoch, progress.step)
-        if self._saved_at != here:
-            yield from self._save()
+        if not self._saver.is_saved(progress):
+            yield from self._saver.snapshot(self.progress)
         saved = "nothing is saved yet, a resumed run begins anew with its own plan"
-        if self._saved_at is not None:
-            saved = f"saved is epoch {self._saved_at[0]}, step {self._saved_at[1]}"
+        if (at := self._saver.saved_at) is not None:
+            saved = f"saved is epoch {at[0]}, step {at[1]}"
         mend = "mend or replace the file" + (", or set data.bad_images: skip" if key == "data.train" else "")
         command = f", then go on with: {self._resume_command}" if self._resume_command else ""
         where = f"training ended there, in epoch {here[0]} after step {here[1]} of {progress.num_steps}; {saved}"
@@ -480,9 +395,9 @@ class Trainer:
             Interrupted: always.
         """
         progress = self.progress
-        if self._saved_at != (progress.epoch, progress.step):
-            yield from self._save()
-        saved = self._saved_at == (progress.epoch, progress.step)
+        if not self._saver.is_saved(progress):
+            yield from self._saver.snapshot(self.progress)
+        saved = self._saver.is_saved(progress)
         name = self._stop.signal_name
         yield RunInterrupted(
             time=self._wall_clock(), signal=name, epoch=progress.epoch, step=progress.step, resume_command=self._resume_command
@@ -504,7 +419,7 @@ class Trainer:
             predicted_peak_bytes=self._predicted_peak_bytes,
             measured_peak_bytes=self._memory(),
             num_skipped=len(getattr(self._train_loader, "skipped", ())),
-            seconds=progress.total_seconds + self._clock() - self._last_count,
+            seconds=self._saver.seconds(progress),
         )
 
     def _memory(self) -> int:

@@ -190,7 +190,7 @@ def test_stop_ends_the_check_at_once_and_keeps_what_was_found(photos, open_works
 class TestFit:
     def test_a_check_without_time_goes_on_by_headers_and_says_so(self, open_workshop, photos, monkeypatch):
         """The run begins, with a warning that tells numbers and ways, and the resolved recipe tells them too; full decodes all."""
-        monkeypatch.setattr("hiresvis.fit.CHECK_SECONDS", 0.0)
+        monkeypatch.setattr("hiresvis.precheck.CHECK_SECONDS", 0.0)
         work = open_workshop(photos)
         setting = (*FOLDERS, "train.epochs=1")
         done = work.fit(*setting)

@@ -1,0 +1,211 @@
+"""The end of a run: the best weights evaluated on every split, each sample's result written down, and the report."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from safetensors.torch import load_file
+
+from hiresvis.costing import Parts
+from hiresvis.data.cache import ImageCache
+from hiresvis.data.folders import IMAGE_EXTENSIONS
+from hiresvis.data.loader import EvalLoader
+from hiresvis.data.sources import Datasets, Sample
+from hiresvis.errors import EnvironmentFailed, Interrupted
+from hiresvis.predictions import predictions_text
+from hiresvis.recipe import LoadedRecipe
+from hiresvis.run import RunDirectory
+from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted
+from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.relief import Relief, evaluation_in_room
+from hiresvis.train.snapshot import load_snapshot
+from hiresvis.train.step import TrainStep
+from hiresvis.train.stop import StopRequest
+from hiresvis.train.trainer import Trainer
+
+
+def command(loaded: LoadedRecipe, name: str, *options: str) -> str:
+    """A hiresvis command with the run's recipe and overrides, to paste into a shell."""
+    return shlex.join(["hiresvis", name, str(loaded.path), *loaded.overrides, *options])
+
+
+def eval_loader(samples: Sequence[Sample], parts: Parts, *, batch: int, workers: int, cache: ImageCache | None, on_gpu: bool) -> EvalLoader:
+    """Samples as evaluation sees them."""
+    return EvalLoader(
+        samples,
+        parts.contract.preprocess(),
+        max_pixels=parts.contract.max_pixels,
+        batch=batch,
+        workers=workers,
+        pin=on_gpu,
+        cache=cache,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """What training leaves to do.
+
+    Attributes:
+        loaded, folder, stop, parts, step: of the run.
+        metric: the one that decided which epoch is best.
+        workers, cache: how images come.
+        counted_bytes: the peak of tensors that the probe of the first plan counted; 0: not known.
+    """
+
+    loaded: LoadedRecipe
+    folder: RunDirectory
+    stop: StopRequest
+    parts: Parts
+    step: TrainStep
+    metric: str
+    workers: int
+    cache: ImageCache | None
+    counted_bytes: int
+
+    def events(self, trainer: Trainer, relief: Relief) -> Iterator[Event]:
+        """Training to its end, and then what is left to do.
+
+        Raises:
+            EnvironmentFailed: the best weights were never written.
+            Interrupted: a stop was requested.
+        """
+        first, counted = relief.plan, self.counted_bytes
+        for event in trainer.fit():
+            if not isinstance(event, RunFinished):
+                yield event
+                continue
+            relief.remove()
+            self._refuse_end_without_weights(event.epochs)
+            if relief.plan.eval_batch != first.eval_batch:
+                trainer.best_evaluation = None  # `evaluate` will repeat the digits of the batch that is left
+            test = yield from self._best(trainer, relief)
+            finished = replace(
+                event,
+                time=0.0,
+                test_metrics=test,
+                predicted_peak_bytes=relief.plan.predicted_peak_bytes,
+                counted_peak_bytes=counted or None,
+                predicted_counted_bytes=first.predicted_counted_bytes if counted else None,
+                passed_over=_passed_over(self.parts.datasets),
+            )
+            yield finished  # recorded by now, so the report sees a finished run
+            if self.loaded.recipe.log.report:
+                yield from self._report()
+
+    def _refuse_end_without_weights(self, epochs: int) -> None:
+        """A run that could write no best weights is no finished run.
+
+        Raises:
+            EnvironmentFailed: there are none on disk.
+        """
+        folder, loaded = self.folder, self.loaded
+        if folder.best_weights.is_file():
+            return
+        if load_snapshot(folder.snapshot) is None:
+            saved, way = "nothing else of it was saved either", "train again, with the same plan"
+            again = command(loaded, "fit", "--resume")
+        else:
+            saved, way = "its snapshot is there", "train an epoch more from it"
+            kept = [override for override in loaded.overrides if override.partition("=")[0].strip() != "train.epochs"]
+            again = shlex.join(["hiresvis", "fit", str(loaded.path), *kept, f"train.epochs={epochs + 1}", "--resume"])
+        raise EnvironmentFailed(
+            f"{folder.best_weights}: the run came to its end, and its best weights were not written (the errors above say why) or were "
+            f"removed; {saved}. Free some disk space, then {way}: {again}"
+        )
+
+    def _best(self, trainer: Trainer, relief: Relief) -> Generator[Event, None, dict[str, float]]:
+        """Evaluates the best weights on test, and writes every sample's result."""
+        datasets = self.parts.datasets
+        self.step.model.load_state_dict(load_file(self.folder.best_weights))
+        val, batch = trainer.best_evaluation, relief.plan.eval_batch
+        if val is None:
+            val = yield from self._evaluation(trainer, datasets.val.samples, relief)
+        results = {"val": val}
+        if datasets.test is not None:
+            results["test"] = yield from self._evaluation(trainer, datasets.test.samples, relief)
+            if relief.plan.eval_batch != batch:  # `evaluate` will take the batch that is left, for both
+                results["val"] = yield from self._evaluation(trainer, datasets.val.samples, relief)
+            found = results["test"]
+            value, epoch = found.metrics[self.metric], trainer.progress.best_epoch
+            yield Evaluated(
+                epoch=epoch,
+                split="test",
+                loss=found.loss,
+                metrics=dict(found.metrics),
+                metric=self.metric,
+                value=value,
+                is_best=False,
+                best_value=value,
+                best_epoch=epoch,
+            )
+        self.folder.write_text("predictions.csv", predictions_text(results, self.parts.contract.classes))
+        return dict(results["test"].metrics) if "test" in results else {}
+
+    def _evaluation(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, Evaluation]:
+        """One split by the best weights; a stop is heeded after each batch."""
+        loader = eval_loader(
+            samples,
+            self.parts,
+            batch=relief.plan.eval_batch,
+            workers=self.workers,
+            cache=self.cache,
+            on_gpu=self.step.device.type == "cuda",
+        )
+        steps = evaluation_in_room(self.step, loader, relief, name_of=lambda index: samples[index].title)
+        try:
+            while True:
+                try:
+                    told = next(steps)
+                except StopIteration as done:
+                    return done.value
+                if isinstance(told, Event):
+                    yield told
+                if self.stop.requested:
+                    steps.close()
+                    yield from self._interrupted(trainer)
+        finally:
+            loader.close()
+
+    def _interrupted(self, trainer: Trainer) -> Iterator[Event]:
+        """Leaves after the last step, which is saved.
+
+        Raises:
+            Interrupted: always.
+        """
+        again, progress = command(self.loaded, "fit", "--resume"), trainer.progress
+        # Between two epochs the progress is at the next one, which is not trained.
+        epoch, at = (progress.epoch, progress.step) if progress.step else (progress.epoch - 1, progress.num_steps)
+        yield RunInterrupted(signal=self.stop.signal_name, epoch=epoch, step=at, resume_command=again)
+        raise Interrupted(
+            f"stopped by {self.stop.signal_name} while the best weights were evaluated; training is done and saved; go on with: {again}",
+            exit_code=self.stop.exit_code,
+        )
+
+    def _report(self) -> Iterator[Event]:
+        """The page; one that cannot be written is told, and the run is finished all the same."""
+        from hiresvis.ui.report import write_report
+
+        try:
+            path = write_report(self.folder.root)
+        except Exception as error:  # the report is a view: its faults must not end a finished run
+            yield Notice(level="warning", text=f"the report was not written ({error}); try: hiresvis report {self.folder.root}")
+            return
+        yield Notice(level="info", text=f"report: {path}")
+
+
+def passed_over_notices(datasets: Datasets) -> Iterator[Notice]:
+    """Files that were taken for no images, by split: a whole folder of GIFs must not vanish in silence."""
+    for name, split in datasets.splits().items():
+        if split.skipped_extensions:
+            counts = ", ".join(f"{count} {extension}" for extension, count in sorted(split.skipped_extensions.items()))
+            text = f"data.{name}: files passed over by extension: {counts}; read are {' '.join(sorted(IMAGE_EXTENSIONS))}"
+            yield Notice(level="warning", text=text)
+
+
+def _passed_over(datasets: Datasets) -> dict[str, int]:
+    """The same, all splits together."""
+    return dict(sum((Counter(split.skipped_extensions) for split in datasets.splits().values()), Counter[str]()))
