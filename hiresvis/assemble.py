@@ -18,6 +18,7 @@ from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, check_steps
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
 from hiresvis.data.micro_batch import load_sample
+from hiresvis.data.mixing import Mixing
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import resolve_channels, resolve_scale
@@ -130,6 +131,12 @@ def make_augmentation(loaded: LoadedRecipe, channels: int) -> Augment | None:
     """
     with _placing(loaded):
         return make_augment(loaded.recipe.data.augment, image_size=loaded.recipe.model.image_size, in_chans=channels)
+
+
+def make_mixing(loaded: LoadedRecipe, contract: Contract) -> Mixing:
+    """How the images of a batch are mixed."""
+    optim = loaded.recipe.optim
+    return Mixing(optim.mixup, optim.cutmix, len(contract.classes) if contract.task == "classify" else None)
 
 
 def refuse_budget(loaded: LoadedRecipe, device: torch.device) -> None:

@@ -401,6 +401,7 @@ class _Run:
             bad_images=data.bad_images,
             pin=on_gpu,
             cache=self.supply.cache,
+            mixing=assemble.make_mixing(self.loaded, parts.contract),
         )
         val_loader = eval_loader(
             samples.val.samples, parts, batch=plan.eval_batch, workers=settled.workers, cache=self.supply.cache, on_gpu=on_gpu

@@ -16,6 +16,7 @@ import torch
 
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
+from hiresvis.data.mixing import Mixing
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Pipeline, Preprocess
 from hiresvis.data.workers import Engine
@@ -65,6 +66,7 @@ class TrainLoader:
         pin: page-locked memory, for GPUs.
         start_method: fork, spawn or forkserver; None: the platform's own.
         cache: where decoded images are kept; None: they are decoded each time.
+        mixing: of images within a batch, and of their labels; None or empty: none.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class TrainLoader:
         pin: bool = False,
         start_method: str | None = None,
         cache: ImageCache | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
         assert bad_images in ("error", "skip"), bad_images
         assert batch >= 1, batch
+        self._mixes = bool(mixing)
         self.samples = tuple(samples)
         self.batch = batch
         self._least = min(least, batch)
@@ -93,7 +97,7 @@ class TrainLoader:
         self._skip = bad_images == "skip"
         self._epoch, self._first_batch = 0, 0
         self.set_micro_batch(micro_batch)
-        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True, cache=cache)
+        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True, cache=cache, mixing=mixing)
         self._engine = Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
 
     def __len__(self) -> int:
@@ -131,11 +135,13 @@ class TrainLoader:
         order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
         tasks, start = [], 0
         for number, size in enumerate(batch_sizes(len(self.samples), self.batch, self._least)):
-            parts = part_sizes(size, self.micro_batch)
+            parts, first = part_sizes(size, self.micro_batch), start
             for position, count in enumerate(parts):
                 if number >= self._first_batch:
                     members = tuple(int(index) for index in order[start : start + count])
-                    tasks.append(Task(self._epoch, number, members, size, position == len(parts) - 1))
+                    partners = tuple(int(order[first + (at - 1) % size]) for at in range(start - first, start - first + count))
+                    task = Task(self._epoch, number, members, size, position == len(parts) - 1)
+                    tasks.append(replace(task, partners=partners) if self._mixes else task)
                 start += count
         return tasks
 

@@ -6,7 +6,7 @@ task to task is the image whose windows are being read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +20,7 @@ from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import load_image, load_window
 from hiresvis.data.decode import OpenedImage, open_image
 from hiresvis.data.labels import Target
+from hiresvis.data.mixing import Mixing
 from hiresvis.data.sources import Sample
 from hiresvis.data.survey import any_deep_images
 from hiresvis.data.transforms import Pipeline, sample_seed
@@ -34,7 +35,8 @@ class MicroBatch:
 
     Attributes:
         images: (b, h, w, c), uint8, or float32 in 0 to 1.
-        targets: (b,) int64 class numbers, -1 where the label is not known; or (b, k) float64, the samples' tuples.
+        targets: (b,) int64 class numbers, -1 where the label is not known; or (b, k) float64, the samples' tuples, or shares of
+            classes where images are mixed.
         indices: positions in the loader's samples.
         batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
             bad_images=skip unreadable files are left out of the count.
@@ -68,6 +70,7 @@ class Task:
     closes_batch: bool
     windows: tuple[int, ...] = ()  # of evaluation: which window of each sample
     num_windows: tuple[int, ...] = ()  # as in MicroBatch
+    partners: tuple[int, ...] = ()  # where images are mixed: what each is mixed with
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class ImageSource:
     skip: bool
     training: bool
     cache: ImageCache | None = None
+    mixing: Mixing | None = None
     held: _HeldImage = field(default_factory=lambda: _HeldImage())
 
     def __getitem__(self, task: Task) -> Loaded:
@@ -111,18 +115,51 @@ class ImageSource:
                 skipped.append((sample.title, error.reason))
         if problems and not self.skip:
             return Loaded(task, None, problems=tuple(problems))
-        targets = _stack_targets([self.samples[index].label for index in kept])
+        labels = [self.samples[index].label for index in kept]
+        if self.mixing and task.partners:
+            mixed, labels, unread = self._mix(self.mixing, task, dict(zip(kept, arrays, strict=True)))
+            if unread and not self.skip:
+                return Loaded(task, None, problems=unread)
+            arrays = mixed
+        targets = _stack_targets(labels)
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
         images = stack(arrays, shape)
         batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
         return Loaded(task, batch, skipped=tuple(skipped), note=self.cache.off if self.cache else "")
 
+    def _mix(
+        self, mixing: Mixing, task: Task, images: Mapping[int, np.ndarray]
+    ) -> tuple[list[np.ndarray], list[Target], tuple[Problem, ...]]:
+        """The images mixed with their partners, rows of labels, and why partners cannot be read; who lacks one stays as it is.
+
+        Args:
+            images: those of the task that could be read, by index.
+        """
+        others, problems, mixed, rows = dict(images), list[Problem](), list[np.ndarray](), list[Target]()
+        for partner in {*task.partners} - {*task.indices}:
+            try:
+                others[partner] = self._load_to_train(task, partner)
+            except DataError as error:  # in its own micro-batch it is told as skipped
+                problems += [_at_row(problem, self.samples[partner]) for problem in error.problems]
+        for index, partner in zip(task.indices, task.partners, strict=True):
+            if index not in images:
+                continue
+            array, share = images[index], 1.0
+            if partner in others and partner != index:
+                array, share = mixing.images(array, others[partner], sample_seed(self.seed, task.epoch, index))
+            mixed.append(array)
+            rows.append(mixing.label(self.samples[index].label, self.samples[partner].label, share))
+        return mixed, rows, tuple(problems)
+
+    def _load_to_train(self, task: Task, index: int) -> np.ndarray:
+        seed = sample_seed(self.seed, task.epoch, index)
+        return load_sample(self.samples[index], self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache)
+
     def _load(self, task: Task, place: int) -> np.ndarray:
         index, preprocess = task.indices[place], self.pipeline.preprocess
         sample = self.samples[index]
         if self.training:
-            seed = sample_seed(self.seed, task.epoch, index)
-            return load_sample(sample, self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache)
+            return self._load_to_train(task, index)
         if preprocess.fit != "tile":
             load = load_image if self.cache is None else self.cache.load
             return load(sample.path, preprocess, max_pixels=self.max_pixels, region=sample.region)

@@ -98,6 +98,9 @@ def _task(recipe: Recipe) -> Iterator[BrokenRule]:
     if task == "regress" and optim.label_smoothing:
         message = f"{optim.label_smoothing:g} spreads a label over classes, and task regress has none; delete this key"
         yield BrokenRule("optim.label_smoothing", message, ("task",))
+    if task == "regress" and optim.cutmix:
+        message = f"{optim.cutmix:g} shares out labels by area, and the numbers of task regress are of the whole image; write mixup, or 0"
+        yield BrokenRule("optim.cutmix", message, ("task",))
     for name in ("train", "val", "test") if task != "classify" else ():
         path = getattr(data, name)
         if isinstance(path, str) and not _is_manifest(path):

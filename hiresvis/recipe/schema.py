@@ -151,8 +151,12 @@ class Optim(Section):
         "auto", "The loss; auto: cross_entropy to classify, bce for multilabel, huber to regress."
     )
     label_smoothing: Annotated[float, values.real(low=0, below=1)] = _key(0.0, "Share of the target spread over all classes.")
-    mixup: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "Mixup.")
-    cutmix: Annotated[float, values.real(low=0, only=0)] = _key(0.0, "CutMix.")
+    mixup: Annotated[float, values.real(low=0)] = _key(
+        0.0, "Mixup: images of a batch are blended by shares drawn from Beta(mixup, mixup), their labels likewise; 0: none."
+    )
+    cutmix: Annotated[float, values.real(low=0)] = _key(
+        0.0, "CutMix: a box of an image comes from another of its batch, labels by area; beside mixup, each image draws which."
+    )
 
 
 class EarlyStop(Section):

@@ -38,7 +38,7 @@ def _smoothing(label_smoothing: float) -> float:
 
 
 class CrossEntropy:
-    """One class an image: cross entropy over targets (b,) int64.
+    """One class an image: cross entropy over targets (b,) int64, or over shares of classes (b, k) where images are mixed.
 
     Args:
         label_smoothing: share of the target spread over all classes, 0 to below 1.
@@ -50,7 +50,8 @@ class CrossEntropy:
         self.label_smoothing = _smoothing(label_smoothing)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing, reduction="none")
+        shares = targets if targets.dim() == 1 else targets.to(outputs.dtype)
+        return F.cross_entropy(outputs, shares, label_smoothing=self.label_smoothing, reduction="none")
 
     def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="none")

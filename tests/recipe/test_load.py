@@ -274,6 +274,7 @@ def test_places_are_kept_for_later_findings(load):
         ("task: regress\ndata: {train: d.csv, val: v, label: x}", "data.val", "v is no .csv, .tsv or .parquet"),
         ("task: regress\ndata: {train: d.csv, classes: [a, b]}", "data.classes", "has no classes; delete this key"),
         ("task: regress\ndata: {train: d.csv}\noptim: {label_smoothing: 0.1}", "optim.label_smoothing", "0.1 spreads a label"),
+        ("task: regress\ndata: {train: d.csv}\noptim: {cutmix: 1.0}", "optim.cutmix", "1 shares out labels by area"),
         ("optim: {loss: mse}", "optim.loss", "mse belongs to task regress, and the task is classify; write auto or cross_entropy"),
         ("task: regress\ndata: {train: d.csv}\noptim: {loss: bce}", "optim.loss", "write auto, huber, mse or l1"),
         ("train: {metric: mae}", "train.metric", "the task is classify; write auto, accuracy, balanced_accuracy, macro_f1, auroc or kappa"),

@@ -127,7 +127,7 @@ BAD = [
     ("optim.warmup", "120%", "120% is not below 100%"),
     ("optim.warmup", "-5", "-5 is not below 100% and at least 0%"),
     ("optim.loss", "focal", "focal is not there yet; today: auto, cross_entropy, bce, huber, mse or l1"),
-    ("optim.mixup", "0.2", "0.2 is not there yet; today: 0"),
+    ("optim.mixup", "-0.2", "-0.2 is below 0; give a number of at least 0"),
     ("optim.name", "adam", "adam is none of adamw, sgd; did you mean adamw?"),
     ("train.epochs", "0", "0 is below 1"),
     ("train.seed", "4294967296", "4294967296 is above 4294967295"),
