@@ -46,6 +46,7 @@ class Parts:
     precision: str
     pipeline: Pipeline
     raw_image: tuple[tuple[int, int, int], torch.dtype]
+    average_on_host: bool
 
 
 def make_parts(
@@ -98,7 +99,19 @@ def make_parts(
     if loaded.recipe.memory.budget == "auto":
         resolution.set("memory.budget", costs.budget.total_bytes, costs.budget.why)
     norm = costs.norm
-    return Parts(datasets, contract, frozen[norm], costs.profile, keys[norm], costs.budget, limits, precision, pipeline, raw)
+    return Parts(
+        datasets,
+        contract,
+        frozen[norm],
+        costs.profile,
+        keys[norm],
+        costs.budget,
+        limits,
+        precision,
+        pipeline,
+        raw,
+        costs.average_on_host,
+    )
 
 
 def tracer(loaded: LoadedRecipe, resolution: Resolution, *, classes: Sequence[str], channels: int) -> Callable[[ProfileKey], Entry]:

@@ -120,6 +120,7 @@ class Finish:
     def _best(self, trainer: Trainer, relief: Relief) -> Generator[Event, None, dict[str, float]]:
         """Evaluates the best weights on test, and writes every sample's result."""
         datasets = self.parts.datasets
+        self.step.average = None  # what it came to is in the file
         self.step.model.load_state_dict(load_file(self.folder.best_weights))
         val, batch = trainer.best_evaluation, relief.plan.eval_batch
         if val is None:

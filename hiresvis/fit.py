@@ -51,9 +51,10 @@ from hiresvis.resume import (
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Event, Notice, RunStarted
-from hiresvis.settle import disk_bytes, remedies
+from hiresvis.settle import disk_bytes, remedies, settle_ema
 from hiresvis.supply import Supply, settle_cache, settle_workers, tell_supply
 from hiresvis.trackers import Trackers
+from hiresvis.train.average import Average, decay_of
 from hiresvis.train.finder import Finder, Found
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
@@ -150,7 +151,7 @@ class _Run:
         self._settle_machine()
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
-        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+        step = self._make_step(parts)
         yield self._started(parts, batch=parts.limits.batch, resumed_from_epoch=None)
         yield from self._autos()
         found = yield from self._find(parts, step, parts.limits)
@@ -162,7 +163,9 @@ class _Run:
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
             return
-        self.folder = RunDirectory.create(self.loaded.run_dir, self.loaded.text, need_bytes=disk_bytes(parts.profile))
+        self.folder = RunDirectory.create(
+            self.loaded.run_dir, self.loaded.text, need_bytes=disk_bytes(parts.profile, average_on_host=parts.average_on_host)
+        )
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
@@ -196,7 +199,7 @@ class _Run:
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}), held_out=held_out)
         refuse_other_plan(plan, parts, self.folder)
         refuse_other_augmentation(stored.get("augmented_by"), parts.pipeline.augment, self.folder.root)
-        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+        step = self._make_step(parts)
         epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
         if (shortage := too_little_memory(stored, parts)) is None:
@@ -217,6 +220,12 @@ class _Run:
         adopt(own, changed, self.loaded, self.resolution)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         yield from self._train(parts, step, plan, settled, stored, snapshot)
+
+    def _make_step(self, parts: Parts) -> TrainStep:
+        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+        if settle_ema(self.loaded)[0]:
+            step.average = Average(step.model, on_host=parts.average_on_host)
+        return step
 
     def _find(self, parts: Parts, step: TrainStep, limits: Limits) -> Generator[Event, None, Found]:
         """The plan that runs on this device."""
@@ -253,7 +262,7 @@ class _Run:
         random.seed(recipe.train.seed)
         self.resolution.set("train.strategy", "single", "started as one process")
         if recipe.train.ema == "auto":
-            self.resolution.set("train.ema", False, "this release keeps no average")
+            self.resolution.set("train.ema", *settle_ema(self.loaded))
         if recipe.optim.loss == "auto":
             self.resolution.set("optim.loss", LOSSES[recipe.task][0], f"the task is {recipe.task}")
         if recipe.model.drop_path == "auto":
@@ -444,6 +453,11 @@ class _Run:
             resume_command=command(self.loaded, "fit", "--resume"),
         )
         try:
+            if step.average is not None:
+                step.average.decay = decay_of(settled.schedule.steps)
+                where = ", in host memory" if parts.average_on_host else ""
+                text = f"the weights' average over about {1 / (1 - step.average.decay):.0f} steps is what is evaluated and kept{where}"
+                yield Notice(level="info", text=text)
             if snapshot is not None:
                 trainer.restore(snapshot)
             finish = Finish(

@@ -101,7 +101,7 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
         num_train=listing.num_train,
         epochs=loaded.recipe.train.epochs,
         price_per_hour=price,
-        snapshot_bytes=snapshot_bytes(costs.profile),
+        snapshot_bytes=snapshot_bytes(costs.profile, average_on_host=costs.average_on_host),
     )
 
 

@@ -23,6 +23,7 @@ from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.units import MIB
 
 SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
+_AVERAGE_SHARE = 0.05  # of the budget: an average of the weights that takes more is kept by the host, for a copy a step
 
 
 def limits_of(loaded: LoadedRecipe, card: Card | None, precision: str, host_bytes: int = HOST_BYTES) -> Limits:
@@ -75,7 +76,22 @@ def key_of(
         norm=norm,
         drop_path=recipe.model.drop_path,
         rules=rules,
+        ema=settle_ema(loaded)[0],
     )
+
+
+def settle_ema(loaded: LoadedRecipe) -> tuple[bool, str]:
+    """Whether the weights are averaged, and why.
+
+    An average of the last weights does what a falling learning rate does (Morales-Brotons et al. 2024, "Exponential moving average of
+    weights in deep learning: dynamics and benefits"); beside the cosine it costs memory for little.
+    """
+    ema, schedule = loaded.recipe.train.ema, loaded.recipe.optim.schedule
+    if ema != "auto":
+        return bool(ema), "given"
+    if schedule == "constant":
+        return True, "a learning rate that never falls leaves noise in the weights, which an average takes out"
+    return False, f"the {schedule} schedule brings the weights to rest by itself"
 
 
 def complete(loaded: LoadedRecipe, entry: Entry) -> tuple[MemoryProfile, Facts]:
@@ -89,24 +105,29 @@ def complete(loaded: LoadedRecipe, entry: Entry) -> tuple[MemoryProfile, Facts]:
     return entry.profile, entry.facts
 
 
-def snapshot_bytes(profile: MemoryProfile) -> int:
-    """One snapshot on disk: weights and the optimizer's state."""
-    return profile.weights + profile.buffers + profile.optimizer_state
+def snapshot_bytes(profile: MemoryProfile, *, average_on_host: bool = False) -> int:
+    """One snapshot on disk: weights, their average and the optimizer's state."""
+    average = profile.gradients + profile.buffers if average_on_host else profile.ema
+    return profile.weights + profile.buffers + average + profile.optimizer_state
 
 
-def disk_bytes(profile: MemoryProfile) -> int:
+def disk_bytes(profile: MemoryProfile, *, average_on_host: bool = False) -> int:
     """What a run may write: two snapshots while one replaces the other, two files of weights, and its tables."""
-    return 2 * snapshot_bytes(profile) + 2 * (profile.weights + profile.buffers) + 64 * MIB
+    return 2 * snapshot_bytes(profile, average_on_host=average_on_host) + 2 * (profile.weights + profile.buffers) + 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the planner needs: the profile, what is known of the model besides, how batch statistics are kept, and the budget."""
+    """What the planner needs: the profile, what is known of the model besides, how batch statistics are kept, and the budget.
+
+    `average_on_host`: the average of the weights takes a good part of the budget, and lives in the host's memory.
+    """
 
     profile: MemoryProfile
     facts: Facts
     norm: str
     budget: Budget
+    average_on_host: bool
 
 
 def settle_costs(
@@ -130,24 +151,27 @@ def settle_costs(
     profile, facts = cost("batch" if norm == "auto" else norm)
     check_stages(loaded, profile)
     limit = budget(profile, facts)
+    on_host = limits.prices.host is not None and profile.ema > _AVERAGE_SHARE * limit.total_bytes
+    if on_host:
+        profile = replace(profile, ema=0)
     if norm != "auto":
-        return Costs(profile, facts, norm, limit)
+        return Costs(profile, facts, norm, limit, on_host)
     if loaded.recipe.model.pretrained is False:
         resolution.set("model.norm", "batch", "random weights have no statistics to keep")
-        return Costs(profile, facts, "batch", limit)
+        return Costs(profile, facts, "batch", limit, on_host)
     if not facts.batch_norm:
         resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
-        return Costs(profile, facts, "batch", limit)
+        return Costs(profile, facts, "batch", limit, on_host)
     setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes, reserve_bytes=limit.reserve_bytes)
     answer = Planner(profile, limit.total_bytes, setting, limits).choose()
     micro = answer.micro_batch
     if not isinstance(answer, NoPlan) and micro >= SMALL_MICRO_BATCH:
         resolution.set("model.norm", "batch", f"micro-batch {micro} is large enough for batch statistics")
-        return Costs(profile, facts, "batch", limit)
+        return Costs(profile, facts, "batch", limit, on_host)
     why = f"micro-batch {micro} is below {SMALL_MICRO_BATCH}: statistics of so few images are noise; those of the weights are kept"
     resolution.set("model.norm", "frozen", why)
     profile, facts = cost("frozen")
-    return Costs(profile, facts, "frozen", limit)
+    return Costs(replace(profile, ema=0) if on_host else profile, facts, "frozen", limit, on_host)
 
 
 def check_stages(loaded: LoadedRecipe, profile: MemoryProfile) -> None:

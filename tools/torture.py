@@ -59,8 +59,9 @@ RECIPE = """\
 task: classify
 data: {train: data/train, val: data/val, augment: light, workers: WORKERS}
 model: {name: test_resnet, pretrained: false, image_size: 64, norm: batch, drop_path: 0.2}
+optim: {mixup: 0.2, cutmix: 1.0}
 memory: {budget: 2GiB, micro_batch: MICRO}
-train: {epochs: 3, batch: 4, eval_batch: 2, save_every: 0.01s, metric: accuracy}
+train: {epochs: 3, batch: 4, eval_batch: 2, save_every: 0.01s, metric: accuracy, ema: true}
 log: {report: false}
 """
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}

@@ -100,7 +100,7 @@ def trace_costs(
         optimizer=optimizer_name,
         optimizer_state=state,
         optimizer_temporaries=temporaries,
-        ema=weights + buffers if ema else 0,
+        ema=gradients + buffers if ema else 0,  # of what is trained, and of running statistics
         evaluation=evaluation,
         block_size=block,
         max_batch=_max_batch(Highest.through(few, layouts[0].first.elements, many, layouts[1].first.elements)),

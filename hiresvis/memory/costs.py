@@ -204,7 +204,7 @@ class MemoryProfile:
         weights, buffers: bytes that are always there.
         gradients: bytes of all parameter gradients.
         optimizer_state, optimizer_temporaries: after the first step, and on top during a step.
-        ema: bytes of the averaged copy of the weights.
+        ema: bytes of the average of what training changes, on the device.
         evaluation: peak of an evaluation forward above the resident bytes, by the evaluation batch.
         block_size: allocator granularity in bytes that storages were rounded up to.
         max_batch: where one tensor would reach 2**31 elements, less one.

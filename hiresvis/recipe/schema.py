@@ -184,8 +184,8 @@ class Train(Section):
         0, "Decides the split, the order, the augmentation and the new weights."
     )
     deterministic: Annotated[bool, values.flag()] = _key(False, "Only deterministic kernels; slower.")
-    ema: Annotated[Auto | Literal[False], values.flag("auto", only=False, later=("true",))] = _key(
-        "auto", "Moving average of the weights; auto: off today."
+    ema: Annotated[Auto | bool, values.flag("auto")] = _key(
+        "auto", "Moving average of the weights, evaluated and kept in their place; auto: with a constant learning rate."
     )
     early_stop: EarlyStop | None = _key(EarlyStop(), "null: every epoch is trained.")
     metric: Annotated[str, values.choice("auto", *words_of(METRICS), later=("miou", "dice"))] = _key(

@@ -1,4 +1,4 @@
-"""Taking micro-batches from a loader without touching the training's random state."""
+"""Around a batch: taking it from a loader without touching the training's random state, and the statistics that layers take of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 def fetch(loader: Any) -> Iterator[Any]:
@@ -20,6 +21,21 @@ def fetch(loader: Any) -> Iterator[Any]:
         if item is None:
             return
         yield item
+
+
+def running_statistics(model: nn.Module, *, counters: bool = False) -> dict[str, Tensor]:
+    """Buffers by name that a forward in train mode changes (BatchNorm's, EvoNorm's), of the modules that are in train mode.
+
+    Args:
+        counters: of batches seen as well, which are whole numbers.
+    """
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        if module.training
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.startswith("running_") or (counters and name == "num_batches_tracked")
+    }
 
 
 @contextmanager

@@ -50,7 +50,8 @@ def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = st
 
 
 def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str) -> Generator[tuple[int, int], None, Evaluation]:
-    """Evaluates a split batch by batch, in eval mode; every module's mode and the random state are put back.
+    """Evaluates a split batch by batch, in eval mode and with averaged weights where there are; modes, weights and the random state are
+    put back.
 
     Losses are taken from float32 outputs (of an image in windows: their mean), without smoothing, so that runs can be compared; sums and
     metrics on the CPU over the whole split.
@@ -70,7 +71,7 @@ def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], s
     targets_of: list[Tensor] = []
     indices: list[int] = []
     join = WindowJoin()
-    with eval_mode(step.model):
+    with eval_mode(step.model), step.as_evaluated():
         for done, item in enumerate(fetch(loader), start=1):
             complete, joined, labels = join.add(item, step.predict(item.images).cpu())
             outputs_of.append(joined)

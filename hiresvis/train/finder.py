@@ -346,7 +346,8 @@ class Finder:
         """Seconds of the second step's last micro-batch."""
         passes = min(2, plan.accumulation)
         if counter is not None:
-            counter.track([*self.step.model.parameters(), *self.step.model.buffers()])
+            averaged = () if self.step.average is None else self.step.average.tensors
+            counter.track([*self.step.model.parameters(), *self.step.model.buffers(), *averaged])
             counter.__enter__()
         try:
             self.train_mode()
@@ -385,7 +386,9 @@ class Finder:
         """Everything that steps change is put back; gives the bytes that the copies take on the device."""
         model, optimizer = self.step.model, self.step.optimizer
         training = {module: module.training for module in model.modules()}
-        copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*model.parameters(), *model.buffers())]
+        average = self.step.average
+        averaged, num_updates = ((), 0) if average is None else (average.tensors, average.num_updates)
+        copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*model.parameters(), *model.buffers(), *averaged)]
         cpu_state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self.step.device) if self.step.device.type == "cuda" else None
         scaler = self.step.scaler
@@ -401,6 +404,8 @@ class Finder:
             with torch.no_grad():
                 for tensor, copy in copies:
                     tensor.copy_(copy)
+            if average is not None:
+                average.num_updates = num_updates
             for module, mode in training.items():
                 module.training = mode
             torch.set_rng_state(cpu_state)

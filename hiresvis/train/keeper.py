@@ -19,7 +19,7 @@ class Keeper:
     """Saves and restores one run.
 
     Args:
-        step: its model, optimizer and loss scaler are what is saved.
+        step: its model, optimizer, loss scaler and average are what is saved.
         run_dir: `snapshot/` and `weights/` are written there.
     """
 
@@ -37,11 +37,14 @@ class Keeper:
         optimizer, optimizer_state = pack_optimizer(self._step.optimizer)
         rng, rng_state = pack_rng()
         model = self._step.model.state_dict()
-        tensors = {**with_prefix("model", model), **with_prefix("optimizer", optimizer), **with_prefix("rng", rng)}
+        average = self._step.average
+        averaged = {} if average is None else with_prefix("average", average.named())
+        tensors = {**with_prefix("model", model), **with_prefix("optimizer", optimizer), **with_prefix("rng", rng), **averaged}
         state = {
             "progress": asdict(progress),
             "optimizer": optimizer_state,
             "scaler": self._step.state_dict(),
+            "average": None if average is None else average.state(),
             "rng": rng_state,
             "sound": progress.trend.is_sound and not progress.non_finite_in_a_row,
             "versions": {name: version(name) for name in ("torch", "timm")},
@@ -65,7 +68,7 @@ class Keeper:
         return load_snapshot(self.snapshot_dir, accept=_is_sound)
 
     def restore(self, snapshot: Snapshot, *, metric: str, num_steps: int) -> Progress:
-        """Puts model, optimizer and scaler back (the random state waits for `restore_rng`) and returns where the run was.
+        """Puts model, optimizer, scaler and average back (the random state waits for `restore_rng`) and returns where the run was.
 
         Raises:
             RunFolderError: the snapshot is of another model, optimizer or number of steps an epoch.
@@ -85,6 +88,8 @@ class Keeper:
             ) from error
         unpack_optimizer(self._step.optimizer, without_prefix("optimizer", snapshot.tensors), state["optimizer"])
         self._step.load_state_dict(state["scaler"])
+        if self._step.average is not None:
+            self._step.average.load(without_prefix("average", snapshot.tensors), state.get("average") or {})
         if progress.metric != metric:  # values of another metric do not compare
             progress.metric, progress.best_value, progress.best_epoch, progress.epochs_since_best = metric, None, 0, 0
         self._adopt_best(progress)
@@ -102,15 +107,15 @@ class Keeper:
             EnvironmentFailed: not written; earlier best weights are intact.
         """
         note = {"epoch": str(progress.epoch), "metric": progress.metric, "value": repr(value)}
-        save_weights(self._best, self._step.model.state_dict(), metadata=note)
+        save_weights(self._best, self._step.evaluated_weights(), metadata=note)
 
     def save_last(self, progress: Progress) -> None:
-        """Writes the present weights.
+        """Writes the present weights (averaged, where there is an average).
 
         Raises:
             EnvironmentFailed: not written; earlier last weights are intact.
         """
-        save_weights(self._last, self._step.model.state_dict(), metadata={"epoch": str(progress.epoch)})
+        save_weights(self._last, self._step.evaluated_weights(), metadata={"epoch": str(progress.epoch)})
 
     def _adopt_best(self, progress: Progress) -> None:
         """The file is the truth about best weights: it can be newer than the snapshot (killed in between) or gone."""

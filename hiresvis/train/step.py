@@ -7,6 +7,7 @@ even or uneven, changes nothing but the order of additions (in models without ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hiresvis.device import AUTOCAST_DTYPES
+from hiresvis.train.average import Average
+from hiresvis.train.batches import running_statistics
 from hiresvis.train.losses import Loss
 from hiresvis.train.state import pack_rng, unpack_rng
 
@@ -78,6 +81,7 @@ class TrainStep:
         self.model, self.optimizer, self.loss_fn, self.prepare = model, optimizer, loss_fn, prepare
         self.device, self.precision, self.clip_grad = torch.device(device), precision, clip_grad
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.average: Average | None = None  # of the weights; whoever wants one sets it
         self._losses: list[Tensor] = []  # per-sample losses of the batch so far, detached
         self._loss: Tensor | None = None  # their sum / batch_images
         self._statistics_before: list[Tensor] = []
@@ -131,6 +135,8 @@ class TrainStep:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters(), self.clip_grad, norm)
             self._optimizer_runs = True
             self.scaler.step(self.optimizer)
+            if self.average is not None:
+                self.average.update()
             self._optimizer_runs = False
         elif not applied:
             non_finite = tuple((~torch.isfinite(torch.cat(self._losses))).nonzero().flatten().tolist())
@@ -175,6 +181,14 @@ class TrainStep:
         with self._autocast():
             return self.model(inputs).float()
 
+    def as_evaluated(self) -> AbstractContextManager[None]:
+        """The model has the weights that are evaluated and kept: the averaged ones, where there is an average."""
+        return nullcontext() if self.average is None else self.average.in_place()
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """The state dict of these weights."""
+        return dict(self.model.state_dict()) if self.average is None else self.average.weights(self.model)
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scaler's state, plain numbers (empty unless fp16)."""
         return dict(self.scaler.state_dict())
@@ -196,14 +210,7 @@ class TrainStep:
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     def _statistics(self) -> list[Tensor]:
-        """Running statistics that a forward in train mode changes (BatchNorm's, EvoNorm's)."""
-        return [
-            buffer
-            for module in self.model.modules()
-            if module.training
-            for name, buffer in module.named_buffers(recurse=False)
-            if name.startswith("running_") or name == "num_batches_tracked"
-        ]
+        return [*running_statistics(self.model, counters=True).values()]
 
     @torch.no_grad()
     def _put_statistics_back(self) -> None:

@@ -123,5 +123,5 @@ def test_a_partner_that_cannot_be_read_leaves_the_image_as_it_is_or_ends_the_run
     assert 4 not in mixed
     assert torch.equal(mixed[after][0], plain[after][0])
     assert mixed[after][1].tolist() == [float(samples[after].label == number) for number in range(3)]
-    with pytest.raises(DataError, match="04.png"):
+    with pytest.raises(DataError, match=r"04\.png"):
         epoch(samples, Mixing(1.0, 0.0, 3))

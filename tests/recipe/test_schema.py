@@ -132,7 +132,7 @@ BAD = [
     ("train.epochs", "0", "0 is below 1"),
     ("train.seed", "4294967296", "4294967296 is above 4294967295"),
     ("train.deterministic", "on", "on is text in YAML 1.2; write true or false"),
-    ("train.ema", "true", "true is not there yet; today: auto or false"),
+    ("train.ema", "0.999", "0.999 is none of auto, true, false"),
     ("train.early_stop", "5", "5 is a whole number, not a mapping; write train.early_stop: {patience: ...}"),
     ("train.keep", "{best: 2}", "2 is not there yet; today: 1"),
     ("train.metric", "miou", "miou is not there yet; today: auto, accuracy"),

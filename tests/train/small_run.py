@@ -112,7 +112,7 @@ def make_step(
     return TrainStep(model, built, CrossEntropy(), prepare=prepare, device=device, precision=precision, clip_grad=clip_grad)
 
 
-def trace(step: TrainStep, model_name: str, size_px: int) -> MemoryProfile:
+def trace(step: TrainStep, model_name: str, size_px: int, *, ema: bool = False) -> MemoryProfile:
     """The costs of a step's model, trained by AdamW on square bytes."""
     _, profile = trace_costs(
         step.model,
@@ -127,6 +127,7 @@ def trace(step: TrainStep, model_name: str, size_px: int) -> MemoryProfile:
         make_optimizer=lambda model: build_optimizer(model, name="adamw", lr=1e-3),
         optimizer_name="adamw",
         clip_grad=1.0,
+        ema=ema,
     )
     return profile
 

@@ -18,6 +18,7 @@ from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.search import Limits
 from hiresvis.run.events import LadderRow, Notice, PlanChosen
 from hiresvis.train import finder as finder_module
+from hiresvis.train.average import Average
 from hiresvis.train.finder import Finder, MeasuredPeak
 from hiresvis.train.freezing import TrainMode
 from hiresvis.train.losses import CrossEntropy
@@ -113,14 +114,18 @@ def _trained(step: TrainStep) -> list[torch.Tensor]:
     for _ in range(2):
         step.accumulate(images, torch.arange(6) % 3, batch_images=6)
         step.apply()
-    return [tensor.clone() for tensor in step.model.state_dict().values()]
+    averaged = () if step.average is None else (*step.average.tensors, torch.tensor(step.average.num_updates))
+    return [tensor.clone() for tensor in (*step.model.state_dict().values(), *averaged)]
 
 
-def test_finding_leaves_no_trace(small) -> None:
-    """Weights, statistics, optimizer, modes, gradients and random state are bit for bit as before, and so is the training that follows."""
+@pytest.mark.parametrize("averaged", [False, True])
+def test_finding_leaves_no_trace(small, averaged: bool) -> None:
+    """Weights, statistics, their average, optimizer, modes, gradients and random state are bit for bit as before, and so is the training
+    that follows."""
     untouched, step = small.make_step(MODEL), small.make_step(MODEL)
-    step.model.layer1.eval()
-    untouched.model.layer1.eval()
+    for each in (step, untouched):
+        each.model.layer1.eval()
+        each.average = Average(each.model) if averaged else None
     random = torch.get_rng_state()
     before = _everything(step)
     finder = _finder(small, step, _need(small, 24) + SLACK_BYTES)
@@ -133,10 +138,17 @@ def test_finding_leaves_no_trace(small) -> None:
     assert all(torch.equal(one, other) for one, other in zip(after_finding, _trained(untouched), strict=True))
 
 
-def test_what_is_returned_ran_within_the_budget(small) -> None:
+@pytest.mark.parametrize("averaged", [False, True])
+def test_what_is_returned_ran_within_the_budget(small, averaged: bool) -> None:
     """The found plan is the last that was probed, its measured peak is within the budget, its counted bytes within 2% of those predicted,
     and the events tell the same."""
-    finder = _finder(small, small.make_step(MODEL), _need(small, 24) + SLACK_BYTES)
+    step = small.make_step(MODEL)
+    if averaged:
+        step.average = Average(step.model)
+    finder = _finder(small, step, _need(small, 24) + SLACK_BYTES)
+    if averaged:
+        finder.profile = small.trace(step, MODEL, PX, ema=True)
+        assert finder.profile.ema > 0.9 * sum(tensor.nbytes for tensor in step.average.tensors)
     events = list(finder.find())
     plan, measured = finder.probed[-1]
     assert finder.found.plan is plan
