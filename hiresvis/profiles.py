@@ -65,6 +65,7 @@ class ProfileKey:
         raw_image_bytes: bytes of one image as the loader hands it over.
         norm: batch or frozen.
         rules: whose autocast rules are followed.
+        groups: what parameters are grouped by, where an optimizer that steps one by one holds what comes next to each other.
     """
 
     model: str
@@ -83,6 +84,7 @@ class ProfileKey:
     drop_path: str | float
     rules: Rules
     ema: bool = False
+    groups: str = ""
 
     def digest(self) -> str:
         """The entry's name: settings, releases and sources hashed."""

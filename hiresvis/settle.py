@@ -58,7 +58,7 @@ def key_of(
     loaded: LoadedRecipe, *, in_chans: int, num_classes: int, precision: str, block: int, raw_image_bytes: int, rules: Rules, norm: str
 ) -> ProfileKey:
     """Everything that decides the costs of the recipe's model, with batch statistics kept or frozen (`norm`)."""
-    recipe = loaded.recipe
+    recipe, optim = loaded.recipe, loaded.recipe.optim
     channels_last = recipe.memory.channels_last
     return ProfileKey(
         model=recipe.model.name,
@@ -69,14 +69,17 @@ def key_of(
         channels_last=True if channels_last == "auto" else channels_last,
         block=block,
         raw_image_bytes=raw_image_bytes,
-        optimizer=recipe.optim.name,
-        clip_grad=recipe.optim.clip_grad,
+        optimizer=optim.name,
+        clip_grad=optim.clip_grad,
         freeze=recipe.model.freeze,
         adapt=recipe.model.adapt,
         norm=norm,
         drop_path=recipe.model.drop_path,
         rules=rules,
         ema=settle_ema(loaded)[0],
+        groups=""
+        if optim.name in ("adamw", "sgd")
+        else f"{optim.layer_decay} {optim.weight_decay > 0} {recipe.model.pretrained is not False}",
     )
 
 

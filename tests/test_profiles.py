@@ -58,6 +58,7 @@ OTHER = {
     "drop_path": 0.1,
     "rules": "cpu",
     "ema": True,
+    "groups": "0.75 True True",
 }
 RECIPE = """\
 task: classify

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import timm
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone.chain import Chain, find_chain
 from hiresvis.backbone.record import TRACE_BATCHES, Recorder, Setting, Tracer, fake_copy, resident
@@ -118,6 +119,13 @@ def _rounded(tensors: Any, block: int) -> int:
     return sum(-(-size // block) * block for size in {id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
+class _AnyNumber(TorchDispatchMode):
+    """A number read from a fake tensor is 1: some optimizers read their step count, on which no size depends."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
 def _optimizer_bytes(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], clip_grad: float | None, block: int
 ) -> tuple[int, int]:
@@ -126,7 +134,7 @@ def _optimizer_bytes(
     counter = StorageCounter(block)
     counter.track(resident(model))
     states, temporaries = [], []
-    with counter:
+    with counter, _AnyNumber():
         optimizer = make_optimizer(model)
         before = counter.live_bytes
         for _ in range(2):

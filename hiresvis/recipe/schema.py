@@ -136,14 +136,18 @@ class Memory(Section):
 class Optim(Section):
     """How the weights move."""
 
-    name: Annotated[Literal["adamw", "sgd"], values.choice("adamw", "sgd")] = _key("adamw", "The optimizer.")
+    name: Annotated[Literal["adamw", "sgd", "lion", "muon"], values.choice("adamw", "sgd", "lion", "muon")] = _key(
+        "adamw", "The optimizer; muon steps matrices, and leaves the rest to AdamW."
+    )
     lr: Annotated[Auto | float, values.real("auto", above=0)] = _key("auto", "Learning rate at its highest.")
     weight_decay: Annotated[float, values.real(low=0)] = _key(0.05, "Weight decay; none on biases and norms.")
     layer_decay: Annotated[Auto | float | None, values.real("auto", above=0, high=1, nullable=True)] = _key(
         "auto", "Factor on the learning rate for each layer further from the head; null: none."
     )
-    schedule: Annotated[Literal["cosine", "constant"], values.choice("cosine", "constant")] = _key(
-        "cosine", "Learning rate after the warmup."
+    schedule: Annotated[Literal["cosine", "step", "plateau", "constant"], values.choice("cosine", "step", "plateau", "constant")] = _key(
+        "cosine",
+        "Learning rate after the warmup: cosine to 1%; step, a tenth after each third of the run; plateau, times 0.3 after two epochs "
+        "without a better metric; constant.",
     )
     warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
     clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.optim import Optimizer
 
-OptimizerName = Literal["adamw", "sgd"]
-ScheduleName = Literal["cosine", "constant"]
+from hiresvis.train.freezing import classifier_parameters
+
+OptimizerName = Literal["adamw", "sgd", "lion", "muon"]
+ScheduleName = Literal["cosine", "step", "plateau", "constant"]
+
+# timm's name and options.
+_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adamw": ("adamw", {"fused": True}),
+    "sgd": ("sgd", {"fused": True, "momentum": 0.9}),
+    "lion": ("lion", {"foreach": False}),
+    "muon": ("nmuon", {"momentum": 0.95}),
+}
 
 # Learning rates at the reference batch of 64; how they follow the batch is in `auto_lr`.
 _REFERENCE_BATCH = 64
@@ -25,12 +35,18 @@ _CASES: Mapping[str, str] = {
     "head": "training the classifier alone",
 }
 _FLOOR = 0.01  # the cosine ends at this share of the learning rate
+_STEP = 0.1  # what the step schedule multiplies by, after each third of the run (He et al. 2016: 30 and 60 of 90 epochs)
+_LION_SHARE = 0.2  # of AdamW's learning rate: a step of signs is larger (the paper has a third to a tenth)
+PLATEAU_EPOCHS, PLATEAU = 2, 0.3  # epochs without a better metric after which the plateau schedule multiplies by this
 
 
 def build_optimizer(
     model: nn.Module, *, name: OptimizerName, lr: float, weight_decay: float = 0.05, layer_decay: float | None = None
 ) -> Optimizer:
-    """AdamW, or SGD with Nesterov momentum 0.9, over the parameters that require a gradient.
+    """timm's optimizer over the parameters that require a gradient.
+
+    AdamW; SGD with Nesterov momentum 0.9; Lion (Chen et al. 2023); Muon with Nesterov momentum 0.95 (Jordan et al. 2024), scaled to
+    AdamW's step size (Liu et al. 2025), which leaves vectors, the first layer and the classifier to AdamW.
 
     Norms, biases and what the model names in `no_weight_decay` are not decayed. With layer_decay, a group's `lr_scale` is layer_decay to
     the power of its layer's distance from the head; `Schedule.apply` multiplies by it. The fused kernels are taken, on CPU as on CUDA:
@@ -39,14 +55,26 @@ def build_optimizer(
     Raises:
         ValueError: an unknown name, or no parameter requires a gradient.
     """
-    if name not in ("adamw", "sgd"):
-        raise ValueError(f"optimizer {name!r} is not one of adamw, sgd")
+    if name not in _OPTIMIZERS:
+        raise ValueError(f"optimizer {name!r} is not one of {', '.join(_OPTIMIZERS)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: nothing would be trained")
-    optimizer = create_optimizer_v2(model, opt=name, lr=lr, weight_decay=weight_decay, momentum=0.9, layer_decay=layer_decay, fused=True)
+    timm_name, options = _OPTIMIZERS[name]
+    if name == "muon":
+        options = {**options, "fallback_list": _ends(model)}
+    optimizer = create_optimizer_v2(model, opt=timm_name, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, **options)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # until the schedule sets it; timm's optimizers do not apply the scale
     return optimizer
+
+
+def _ends(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of the first layer and the classifier, whose matrices Muon is not made for."""
+    first = getattr(model, "pretrained_cfg", None) or {}
+    layers = first.get("first_conv") or ()
+    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    stem = (name for name, _ in model.named_parameters() if name.startswith(tuple(f"{layer}." for layer in layers)))
+    return (*classifier_parameters(model), *stem)
 
 
 def is_transformer(model: nn.Module) -> bool:
@@ -64,7 +92,8 @@ def auto_lr(
     AdamW scales with the square root of the batch (Malladi et al. 2022, "On the SDEs and scaling rules for adaptive gradient
     algorithms"), SGD linearly (Goyal et al. 2017). The bases at batch 64: AdamW 5e-4 for fine-tuning (with layer decay as in MAE and BEiT,
     He et al. 2022), 1e-4 where a transformer is fine-tuned without layer decay, 1e-3 from scratch (DeiT and ConvNeXt at their batches,
-    rescaled); SGD 0.01 for fine-tuning (the middle of the best range in Kornblith et al. 2019, "Do better ImageNet models transfer
+    rescaled); Lion a fifth of AdamW's, Muon the same, for it is scaled to AdamW's
+    step size; SGD 0.01 for fine-tuning (the middle of the best range in Kornblith et al. 2019, "Do better ImageNet models transfer
     better?"), 0.1 per 256 from scratch (Goyal). A new linear classifier alone bears ten times more.
 
     Args:
@@ -81,10 +110,11 @@ def auto_lr(
     else:
         case = "full"
     ratio = batch / _REFERENCE_BATCH
-    if name == "adamw":
-        base, factor, rule = _ADAMW_LR[case], math.sqrt(ratio), f"sqrt({batch}/{_REFERENCE_BATCH})"
-    else:
+    if name == "sgd":
         base, factor, rule = _SGD_LR[case], ratio, f"{batch}/{_REFERENCE_BATCH}"
+    else:
+        base, factor, rule = _ADAMW_LR[case], math.sqrt(ratio), f"sqrt({batch}/{_REFERENCE_BATCH})"
+        base *= _LION_SHARE if name == "lion" else 1.0
     value = float(f"{base * factor:.3g}")  # what is printed is what is used
     return value, f"{name}, {_CASES[case]}: {base:g} x {rule}"
 
@@ -124,7 +154,8 @@ class Schedule:
 
     Attributes:
         lr: the peak.
-        kind: cosine (to 1% of lr at the last step) or constant.
+        kind: cosine (to 1% of lr at the last step); step (a tenth after each third of the run); plateau (a third, about, after two epochs
+            without a better metric: the trainer's matter, which knows the metric); or constant.
         warmup: steps of linear rise from lr / (warmup + 1).
         steps: of the whole run.
     """
@@ -138,16 +169,23 @@ class Schedule:
         """The learning rate of optimizer step `step`, from 0. Steps after the last one keep its rate."""
         if step < self.warmup:
             return self.lr * (step + 1) / (self.warmup + 1)
-        if self.kind == "constant":
+        if self.kind in ("constant", "plateau"):
             return self.lr
+        if self.kind == "step":
+            return self.lr * _STEP ** min(2, 3 * step // max(1, self.steps))
         done = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         return self.lr * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def scale_after(self, epochs_since_best: int) -> float:
+        """What an epoch's result does to the learning rate from here on; `epochs_since_best` as it is after that epoch."""
+        stands_still = epochs_since_best > 0 and epochs_since_best % PLATEAU_EPOCHS == 0
+        return PLATEAU if self.kind == "plateau" and stands_still else 1.0
 
     def apply(self, optimizer: Optimizer, step: int, scale: float = 1.0) -> float:
         """Sets every group's learning rate (times its `lr_scale`) for this step and returns the one without that.
 
         Args:
-            scale: of the whole run, below 1 after it had diverged.
+            scale: of the whole run, below 1 after it had diverged, or stood still under the plateau schedule.
         """
         lr = self.at(step) * scale
         for group in optimizer.param_groups:
@@ -161,6 +199,7 @@ def build_schedule(*, lr: float, schedule: ScheduleName, warmup: float | int | s
     Raises:
         ValueError: an unknown schedule, or a warm-up that does not fit in steps.
     """
-    if schedule not in ("cosine", "constant"):
-        raise ValueError(f"schedule {schedule!r} is not one of cosine, constant")
+    known = get_args(ScheduleName)
+    if schedule not in known:
+        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(known)}")
     return Schedule(lr=lr, kind=schedule, warmup=warmup_steps(warmup, steps), steps=steps)

@@ -173,6 +173,7 @@ class Trainer:
             yield from self._saver.tried(self._keeper.save_last, progress)
             if complete:
                 yield self._close_epoch()
+                yield from self._lower_rate()
             yield from self._saver.snapshot(self.progress)
             if not complete or (self._out_of_time() and progress.epoch <= limits.epochs):
                 reason = "max_time"
@@ -355,6 +356,14 @@ class Trainer:
             best_epoch=progress.best_epoch,
         )
         return usable
+
+    def _lower_rate(self) -> Iterator[Notice]:
+        """What the schedule makes of an epoch's result."""
+        progress = self.progress
+        if (scale := self._schedule.scale_after(progress.epochs_since_best)) != 1.0:
+            progress.lr_scale *= scale
+            text = f"{progress.metric} is no better for {progress.epochs_since_best} epochs: {progress.lr_scale:.2g} of the learning rate"
+            yield self._notice("info", f"{text} from here on")
 
     def _close_epoch(self) -> EpochDone:
         progress = self.progress

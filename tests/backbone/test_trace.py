@@ -6,14 +6,17 @@ import copy
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone.flops import forward_flops
+from hiresvis.backbone.trace import trace_costs
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting, predict_peak
+from hiresvis.train.optim import build_optimizer
 
 FAMILIES = ("vit_tiny_patch16_224", "convnext_atto", "resnet18", "tf_efficientnet_lite0", "swin_tiny_patch4_window7_224")
 TOLERANCE = 0.005
@@ -85,6 +88,31 @@ def test_a_frozen_stem_and_stages_save_nothing_and_get_no_gradient(lab) -> None:
         measured = lab.measure_steps(model, profile, segments, 5, fake=False)
         for kind, difference in _differences(profile, segments, measured, 5).items():
             assert abs(difference) <= TOLERANCE, f"{kind}: {difference:+.2%}"
+
+
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_each_optimizers_state_is_counted_as_it_is(lab, name: str) -> None:
+    """What real steps leave in the optimizer is what the trace of fake ones said."""
+    model = timm.create_model("test_vit", num_classes=10).train()
+    _, profile = trace_costs(
+        model,
+        name="test_vit",
+        image_size=(160, 160),
+        in_chans=3,
+        num_classes=10,
+        precision="fp32",
+        channels_last=False,
+        block=64,
+        raw_image_bytes=160 * 160 * 3,
+        make_optimizer=lambda traced: build_optimizer(traced, name=name, lr=1e-3),
+        optimizer_name=name,
+        clip_grad=1.0,
+    )
+    optimizer = build_optimizer(model, name=name, lr=1e-3)
+    model(torch.rand(2, 3, 160, 160)).sum().backward()
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert profile.optimizer_state == sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors)
 
 
 def test_a_rectangle_is_traced_as_it_is(lab) -> None:

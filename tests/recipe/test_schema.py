@@ -128,7 +128,7 @@ BAD = [
     ("optim.warmup", "-5", "-5 is not below 100% and at least 0%"),
     ("optim.loss", "focal", "focal is not there yet; today: auto, cross_entropy, bce, huber, mse or l1"),
     ("optim.mixup", "-0.2", "-0.2 is below 0; give a number of at least 0"),
-    ("optim.name", "adam", "adam is none of adamw, sgd; did you mean adamw?"),
+    ("optim.name", "adam", "adam is none of adamw, sgd, lion, muon; did you mean adamw?"),
     ("train.epochs", "0", "0 is below 1"),
     ("train.seed", "4294967296", "4294967296 is above 4294967295"),
     ("train.deterministic", "on", "on is text in YAML 1.2; write true or false"),

@@ -146,12 +146,11 @@ def make_trainer(
     step = step or make_step(model_name)
     limits = limits or RunLimits(epochs=2)
     train_loader = train_loader or Images(22, batch=8, micro_batch=3)
-    schedule = build_schedule(lr=1e-3, schedule="cosine", warmup=1, steps=6)
+    kwargs = {"schedule": build_schedule(lr=1e-3, schedule="cosine", warmup=1, steps=6), **kwargs}
     return Trainer(
         step=step,
         train_loader=train_loader,
         val_loader=val_loader or Images(9, batch=3, shuffle=False),
-        schedule=schedule,
         train_mode=TrainMode(step.model),
         limits=limits,
         metric="accuracy",

@@ -29,6 +29,29 @@ def test_sgd_has_nesterov_momentum():
     assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {(0.9, True)}
 
 
+def test_muon_leaves_vectors_and_both_ends_of_the_network_to_adamw():
+    """After a step only matrices between the first layer and the classifier have Muon's one momentum; the others have AdamW's two."""
+    model = timm.create_model("test_vit", num_classes=3)
+    optimizer = build_optimizer(model, name="muon", lr=1e-3, layer_decay=0.75)
+    model(torch.rand(2, 3, 160, 160)).sum().backward()
+    optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_muon = {names[id(parameter)] for parameter, state in optimizer.state.items() if "exp_avg_sq" not in state}
+    assert by_muon == {name for name, parameter in model.named_parameters() if name.startswith("blocks.") and parameter.ndim == 2}
+
+
+def test_lion_steps_by_signs():
+    """Every number of a weight moves by the learning rate, after its decay."""
+    model = timm.create_model("test_resnet", num_classes=3)
+    optimizer = build_optimizer(model, name="lion", lr=0.25, weight_decay=0.0)
+    before = model.fc.weight.detach().clone()
+    model(torch.rand(2, 3, 64, 64))[:, 0].sum().backward()
+    optimizer.step()
+    moved = (model.fc.weight.detach() - before).abs()
+    assert torch.allclose(moved[0], torch.full_like(moved[0], 0.25))
+    assert not moved[1:].any(), "without a gradient nothing moves"
+
+
 def test_layer_decay_reaches_the_learning_rates_that_are_used():
     """The head trains at lr, the block below it at 0.75 lr, and so on, from construction on and at every step of the schedule."""
     model = timm.create_model("test_vit", num_classes=3)  # 6 blocks: stem, 6 layers, head
@@ -62,6 +85,8 @@ def test_learning_rate_rule_follows_the_batch_and_gives_its_reason():
     assert why == "adamw, fine-tuning all layers: 0.0005 x sqrt(16/64)"
     assert auto_lr("sgd", batch=16, pretrained=True)[0] == pytest.approx(auto_lr("sgd", batch=64, pretrained=True)[0] / 4)
     assert auto_lr("adamw", batch=16, pretrained=True, adapt="head")[0] == 10 * small
+    assert auto_lr("muon", batch=16, pretrained=True)[0] == small
+    assert auto_lr("lion", batch=16, pretrained=True) == (small / 5, "lion, fine-tuning all layers: 0.0001 x sqrt(16/64)")
     assert (
         auto_lr("adamw", batch=16, pretrained=True, transformer=True)[0] < auto_lr("adamw", batch=16, pretrained=True, layer_decay=0.75)[0]
     )
@@ -83,6 +108,20 @@ def test_cosine_rises_then_falls_to_one_percent():
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[-1] == schedule.at(50) == pytest.approx(0.01)
+
+
+def test_step_schedule_falls_to_a_tenth_after_each_third():
+    """Nine steps: three at the peak, three at a tenth, three at a hundredth; warm-up is on top of it."""
+    schedule = build_schedule(lr=1.0, schedule="step", warmup=1, steps=9)
+    assert [round(schedule.at(step), 9) for step in range(11)] == [0.5, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01, 0.01]
+
+
+def test_plateau_schedule_is_lowered_after_each_two_epochs_without_a_better_metric():
+    """Not before, not again in between, and no other schedule is."""
+    plateau, cosine = (build_schedule(lr=1.0, schedule=kind, warmup=0, steps=9) for kind in ("plateau", "cosine"))
+    assert [plateau.scale_after(epochs) for epochs in range(6)] == [1, 1, 0.3, 1, 0.3, 1]
+    assert {cosine.scale_after(epochs) for epochs in range(6)} == {1.0}
+    assert {plateau.at(step) for step in range(9)} == {1.0}
 
 
 def test_constant_schedule_keeps_the_rate_after_warm_up():

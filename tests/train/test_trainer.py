@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from hiresvis.errors import Interrupted, RunFolderError, TrainingFailed
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted, StepDone
 from hiresvis.train.evaluate import evaluate
+from hiresvis.train.optim import build_schedule
 from hiresvis.train.progress import RunLimits
 from hiresvis.train.snapshot import load_snapshot, read_weights_metadata, save_weights
 from hiresvis.train.stop import StopRequest
@@ -131,6 +132,37 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(small, tmp_path, m
     for name in ("best", "last"):
         straight, resumed = (load_file(tmp_path / run / "weights" / f"{name}.safetensors") for run in ("straight", "resumed"))
         assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+def test_a_resumed_run_has_its_optimizers_state_bit_for_bit(small, tmp_path, optimizer):
+    """Whatever an optimizer keeps comes back, flags and counts as well."""
+    list(small.make_trainer(tmp_path / "straight", step=small.make_step(optimizer=optimizer)).fit())
+    _interrupted_after(small.make_trainer(tmp_path / "resumed", step=small.make_step(optimizer=optimizer)), 4)
+    again = small.make_trainer(tmp_path / "resumed", step=small.make_step(optimizer=optimizer))
+    again.restore(load_snapshot(tmp_path / "resumed" / "snapshot"))
+    list(again.fit())
+    _assert_same(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_the_plateau_schedule_lowers_the_rate_of_the_steps_that_follow(small, tmp_path):
+    """Epochs that are never better: every second one lowers the rate to 0.3 of what it was, it is told, and a resumed run keeps it."""
+
+    def run(epochs: int, snapshot=None):
+        schedule = build_schedule(lr=1e-3, schedule="plateau", warmup=0, steps=21)
+        trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=epochs), schedule=schedule)
+        trainer._keeper.save_best = lambda progress, value: None
+        if snapshot is not None:
+            trainer.restore(snapshot)
+        trainer.progress.best_value = 2.0  # above any accuracy
+        return list(trainer.fit())
+
+    events = [*run(5), *run(7, load_snapshot(tmp_path / "snapshot"))]
+    rates = {event.epoch: event.lr for event in events if isinstance(event, StepDone)}
+    assert [round(rates[epoch] / 1e-3, 6) for epoch in range(1, 8)] == [1, 1, 0.3, 0.3, 0.09, 0.09, 0.027]
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert told[0] == "accuracy is no better for 2 epochs: 0.3 of the learning rate from here on"
+    assert len(told) == 3
 
 
 def test_run_extended_at_an_epoch_border_equals_the_longer_one(small, tmp_path):
