@@ -12,7 +12,7 @@ module modes and random state are as they were.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -29,6 +29,7 @@ from hiresvis.memory.plan import CheckpointPlan, NoPlan
 from hiresvis.memory.search import Candidate, Limits, Planner
 from hiresvis.memory.timing import measured_rates, priced_by
 from hiresvis.run.events import Event, LadderRow, Notice
+from hiresvis.train.batches import running_statistics
 from hiresvis.train.evaluate import eval_mode
 from hiresvis.train.pace import time_units
 from hiresvis.train.step import TrainStep
@@ -305,7 +306,7 @@ class Finder:
         return candidate.micro_batch
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
-        """Run the plan for two training steps and, where they fit, one evaluation step; leaves no trace.
+        """Run the plan for three training steps and, where they fit, one evaluation step; leaves no trace.
 
         A size that runs out of memory is an answer, not an error: the exception is left before memory is given back, since its
         traceback holds tensors.
@@ -343,7 +344,10 @@ class Finder:
         )
 
     def _train(self, plan: CheckpointPlan, counter: StorageCounter | None) -> float:
-        """Seconds of the second step's last micro-batch."""
+        """Seconds of the second step's last micro-batch.
+
+        Batches are not all cut alike: a step of one image less runs too, for kernels hold memory by shape, and allocators by size.
+        """
         passes = min(2, plan.accumulation)
         if counter is not None:
             averaged = () if self.step.average is None else self.step.average.tensors
@@ -351,18 +355,20 @@ class Finder:
             counter.__enter__()
         try:
             self.train_mode()
-            self._train_step(plan, passes=1)
-            seconds = self._train_step(plan, passes)
+            self._train_step(plan, [plan.micro_batch])
+            seconds = self._train_step(plan, [plan.micro_batch] * passes)
+            smaller = plan.micro_batch - 1
+            if smaller > (1 if running_statistics(self.step.model) else 0):  # of one image there may be none
+                self._train_step(plan, [smaller])
         finally:
             if counter is not None:
                 counter.__exit__(None, None, None)
         return seconds
 
-    def _train_step(self, plan: CheckpointPlan, passes: int) -> float:
-        targets = self.step.loss_fn.blank_targets(plan.micro_batch)
+    def _train_step(self, plan: CheckpointPlan, parts: Sequence[int]) -> float:
         started = self.clock()
-        for _ in range(passes):
-            images = self._images(plan.micro_batch)
+        for count in parts:
+            images, targets = self._images(count), self.step.loss_fn.blank_targets(count)
             if self.step.device.type == "cuda":
                 torch.cuda.synchronize(self.step.device)
             started = self.clock()
