@@ -78,9 +78,9 @@ def draw(rng: random.Random) -> Config:
         px=32 * rng.randint(2, 7),
         optimizer=rng.choice(("adamw", "sgd")),
         precision=rng.choice(("fp32",) * 5 + ("bf16",)),
-        room_bytes=int(MIB * 2 ** rng.uniform(7.3, 9.0)),
+        room_bytes=int(MIB * 2 ** rng.uniform(7.0, 8.5)),
         exact=rng.choice(("bitwise", "close")),
-        batch=rng.choice((None, 16, 48, 200)),
+        batch=rng.choice((None, 16, 48, 120)),
     )
 
 
