@@ -5,7 +5,7 @@ Each function settles the `auto` keys of its part and records value and reason i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,10 +28,10 @@ from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.listing import read_datasets as read_datasets  # part of this module, apart for callers that must not import torch
 from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
-from hiresvis.recipe.tasks import LOSSES
+from hiresvis.recipe.tasks import LOSSES, auto_loss
 from hiresvis.run.events import Notice
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
-from hiresvis.train.losses import make_loss
+from hiresvis.train.losses import Loss, make_loss
 from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer, warmup_steps
 from hiresvis.train.step import TrainStep
 
@@ -292,17 +292,38 @@ def describe_model(trainable: Trainable) -> str:
     return f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
 
 
-def make_step(loaded: LoadedRecipe, trainable: Trainable, contract: Contract, precision: str, device: torch.device) -> TrainStep:
-    """The training step of the recipe; the model moves to the device."""
-    trainable.model.to(device)
-    optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
-    loss = make_loss(
-        LOSSES[contract.task][0] if optim.loss == "auto" else optim.loss,
+def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> Loss:
+    """A loss over the contract's outputs. Whichever it is, it reads them as the contract says and compares them by the same plain loss."""
+    return make_loss(
+        LOSSES[contract.task][0] if name == "auto" else name,
+        task=contract.task,
         num_outputs=len(contract.classes),
-        label_smoothing=optim.label_smoothing,
+        label_smoothing=label_smoothing,
+        weights=weights,
+        temperature=contract.temperature,
         mean=contract.target_mean,
         std=contract.target_std,
     )
+
+
+def make_step(
+    loaded: LoadedRecipe,
+    trainable: Trainable,
+    contract: Contract,
+    precision: str,
+    device: torch.device,
+    *,
+    weights: Sequence[float] = (),
+) -> TrainStep:
+    """The training step of the recipe; the model moves to the device.
+
+    Args:
+        weights: of classes or labels, see `data.balance`.
+    """
+    trainable.model.to(device)
+    optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
+    name = auto_loss(contract.task, loaded.recipe.data.balance)[0] if optim.loss == "auto" else optim.loss
+    loss = contract_loss(contract, name, label_smoothing=optim.label_smoothing, weights=weights)
     return TrainStep(
         trainable.model,
         make_optimizer(loaded, trainable.model, trainable.layer_decay),

@@ -21,6 +21,7 @@ from hiresvis import assemble, profiles
 from hiresvis.batch_statistics import least_images, lone_image_check, small_batch_notices
 from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.augment import usable_library
+from hiresvis.data.balance import sampling, weighing
 from hiresvis.data.contract import Contract
 from hiresvis.data.loader import TrainLoader
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
@@ -32,7 +33,7 @@ from hiresvis.memory.search import Limits
 from hiresvis.precheck import check_before_training
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
-from hiresvis.recipe.tasks import LOSSES
+from hiresvis.recipe.tasks import auto_loss
 from hiresvis.resume import (
     SPLIT,
     fingerprints,
@@ -151,7 +152,7 @@ class _Run:
         self._settle_machine()
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
-        step = self._make_step(parts)
+        step = yield from self._step(parts)
         yield self._started(parts, batch=parts.limits.batch, resumed_from_epoch=None)
         yield from self._autos()
         found = yield from self._find(parts, step, parts.limits)
@@ -199,7 +200,7 @@ class _Run:
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}), held_out=held_out)
         refuse_other_plan(plan, parts, self.folder)
         refuse_other_augmentation(stored.get("augmented_by"), parts.pipeline.augment, self.folder.root)
-        step = self._make_step(parts)
+        step = yield from self._step(parts)
         epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
         if (shortage := too_little_memory(stored, parts)) is None:
@@ -219,10 +220,17 @@ class _Run:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
+        if before != parts.contract:  # what an earlier end fitted holds for weights that may not stay the best
+            self.folder.write_json("contract.json", parts.contract.to_json())
         yield from self._train(parts, step, plan, settled, stored, snapshot)
 
-    def _make_step(self, parts: Parts) -> TrainStep:
-        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device)
+    def _step(self, parts: Parts) -> Generator[Event, None, TrainStep]:
+        """The training step; says what is done about classes of unequal size."""
+        train, balance = parts.datasets.train, self.loaded.recipe.data.balance
+        weights, said = weighing(train) if balance == "weights" else ((), sampling(train) if balance == "sampler" else "")
+        if said:
+            yield Notice(level="info", text=f"data.balance {balance}: {said}")
+        step = assemble.make_step(self.loaded, parts.trainable, parts.contract, parts.precision, self.device, weights=weights)
         if settle_ema(self.loaded)[0]:
             step.average = Average(step.model, on_host=parts.average_on_host)
         return step
@@ -264,7 +272,7 @@ class _Run:
         if recipe.train.ema == "auto":
             self.resolution.set("train.ema", *settle_ema(self.loaded))
         if recipe.optim.loss == "auto":
-            self.resolution.set("optim.loss", LOSSES[recipe.task][0], f"the task is {recipe.task}")
+            self.resolution.set("optim.loss", *auto_loss(recipe.task, recipe.data.balance))
         if recipe.model.drop_path == "auto":
             self.resolution.set("model.drop_path", "auto", "the model's own rate, which timm sets")
 
@@ -406,6 +414,7 @@ class _Run:
             micro_batch=plan.micro_batch,
             seed=recipe.train.seed,
             least=least_images(parts),
+            balanced=data.balance == "sampler",
             workers=settled.workers,
             bad_images=data.bad_images,
             pin=on_gpu,

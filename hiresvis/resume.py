@@ -171,7 +171,7 @@ def refuse_other_contract(before: Contract, now: Contract, folder: Path) -> None
     Raises:
         RunFolderError: each value that was and is.
     """
-    old, new = before.to_json(), now.to_json()
+    old, new = before.unfitted.to_json(), now.unfitted.to_json()
     differ = "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])
     if differ:
         raise RunFolderError(

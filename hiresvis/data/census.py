@@ -137,7 +137,8 @@ def class_notes(counts: Mapping[str, Mapping[str, Any]], task: str) -> list[Prob
         text = (
             f"{balance['largest']} has {balance['ratio']:g} times the images of {balance['smallest']} in train; accuracy alone says little"
         )
-        notes.append(Problem(f"{text}: train.metric balanced_accuracy or macro_f1", key="data.train"))
+        ways = "train.metric balanced_accuracy or macro_f1 tell more, data.balance weights or sampler make up for it"
+        notes.append(Problem(f"{text}: {ways}", key="data.train"))
     return notes
 
 

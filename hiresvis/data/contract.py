@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ class Contract:
     """All that turns a file into the model's input and its output into names. Written as contract.json; read back, it gives the same bits.
 
     Attributes:
-        task: classify (scores are the softmax of the outputs), multilabel (the sigmoid of each) or regress (see target_mean).
+        task: classify (scores are the softmax of outputs / temperature), multilabel (the sigmoid of each) or regress (see target_mean).
         classes: names in the order of the outputs; to regress, those of the targets.
         target_mean, target_std: to regress, one a target: value = output * std + mean.
+        temperature: to classify: outputs are divided by it before the softmax; fitted to val at the end of a run, 1 until then.
+        thresholds: of multilabel, one a class: predicted are those whose score is at least theirs; fitted likewise, empty (0.5) until then.
         image_size: (height, width).
         fit: "resize", "letterbox", "crop" or "tile".
         background: RGB, 0 to 255, under transparent pixels and around letterboxed images.
@@ -56,12 +58,22 @@ class Contract:
     task: str = "classify"
     target_mean: tuple[float, ...] = ()
     target_std: tuple[float, ...] = ()
+    temperature: float = 1.0
+    thresholds: tuple[float, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
         assert len(self.mean) == len(self.std) == self.channels, (self.mean, self.std, self.channels)
         scaled = len(self.classes) if self.task == "regress" else 0
         assert len(self.target_mean) == len(self.target_std) == scaled, (self.task, self.target_mean, self.target_std)
+        assert self.temperature > 0, self.temperature
+        assert self.temperature == 1 or self.task == "classify", (self.task, self.temperature)
+        assert len(self.thresholds) in ((0, len(self.classes)) if self.task == "multilabel" else (0,)), (self.task, self.thresholds)
+
+    @property
+    def unfitted(self) -> Contract:
+        """Without what the end of a run fits: what a contract is before, and what two runs of the same preprocessing share."""
+        return replace(self, temperature=1.0, thresholds=())
 
     def preprocess(self) -> Preprocess:
         """The deterministic pixel part."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from hiresvis.data.balance import balanced_order
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
 from hiresvis.data.mixing import Mixing
@@ -60,6 +61,7 @@ class TrainLoader:
         batch: images a step of the optimizer sees.
         micro_batch: the most images in one part.
         least: the fewest that a part should have (batch statistics need more than one image); kept wherever batch and micro_batch allow.
+        balanced: an epoch has as many images of each class, large ones in part and small ones several times (`balance.balanced_order`).
         seed: of order and augmentation.
         workers: processes; 0 decodes here. An epoch whose images do not fit into /dev/shm gets fewer, which `notes` tells.
         bad_images: "error" or "skip".
@@ -79,6 +81,7 @@ class TrainLoader:
         micro_batch: int,
         seed: int,
         least: int = 1,
+        balanced: bool = False,
         workers: int = 0,
         bad_images: str = "error",
         pin: bool = False,
@@ -92,6 +95,7 @@ class TrainLoader:
         self.samples = tuple(samples)
         self.batch = batch
         self._least = min(least, batch)
+        self._labels = np.array([sample.label for sample in self.samples]) if balanced else None
         self.skipped: list[tuple[str, str]] = []
         self._seed = seed
         self._skip = bad_images == "skip"
@@ -132,7 +136,8 @@ class TrainLoader:
         return self._engine.notes
 
     def _tasks(self) -> list[Task]:
-        order = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch])).permutation(len(self.samples))
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch]))
+        order = rng.permutation(len(self.samples)) if self._labels is None else balanced_order(self._labels, rng)
         tasks, start = [], 0
         for number, size in enumerate(batch_sizes(len(self.samples), self.batch, self._least)):
             parts, first = part_sizes(size, self.micro_batch), start
@@ -149,7 +154,10 @@ class TrainLoader:
         known = {path for path, _ in self.skipped}
         parts: list[MicroBatch] = []
         for result in results:
-            self.skipped += [(path, reason) for path, reason in result.skipped if path not in known]
+            for path, reason in result.skipped:
+                if path not in known:  # in a balanced epoch it may come again
+                    known.add(path)
+                    self.skipped.append((path, reason))
             if result.micro_batch is not None:
                 parts.append(result.micro_batch)
             if result.task.closes_batch:

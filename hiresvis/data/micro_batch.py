@@ -61,7 +61,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One micro-batch to make: which images, of which batch."""
+    """One micro-batch to make: which images, of which batch.
+
+    Where an epoch has an image several times, its index at the second time is larger by the number of samples, and so on: each time is
+    augmented and mixed by a seed of its own.
+    """
 
     epoch: int
     batch_index: int
@@ -105,7 +109,7 @@ class ImageSource:
     def __getitem__(self, task: Task) -> Loaded:
         arrays, kept, counts, problems, skipped = [], [], list[int](), [], []
         for place, index in enumerate(task.indices):
-            sample = self.samples[index]
+            sample = self._sample(index)
             try:
                 arrays.append(self._load(task, place))
                 kept.append(index)
@@ -115,7 +119,7 @@ class ImageSource:
                 skipped.append((sample.title, error.reason))
         if problems and not self.skip:
             return Loaded(task, None, problems=tuple(problems))
-        labels = [self.samples[index].label for index in kept]
+        labels = [self._sample(index).label for index in kept]
         if self.mixing and task.partners:
             mixed, labels, unread = self._mix(self.mixing, task, dict(zip(kept, arrays, strict=True)))
             if unread and not self.skip:
@@ -124,7 +128,8 @@ class ImageSource:
         targets = _stack_targets(labels)
         shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
         images = stack(arrays, shape)
-        batch = MicroBatch(images, targets, tuple(kept), task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
+        indices = tuple(index % len(self.samples) for index in kept)
+        batch = MicroBatch(images, targets, indices, task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
         return Loaded(task, batch, skipped=tuple(skipped), note=self.cache.off if self.cache else "")
 
     def _mix(
@@ -140,7 +145,7 @@ class ImageSource:
             try:
                 others[partner] = self._load_to_train(task, partner)
             except DataError as error:  # in its own micro-batch it is told as skipped
-                problems += [_at_row(problem, self.samples[partner]) for problem in error.problems]
+                problems += [_at_row(problem, self._sample(partner)) for problem in error.problems]
         for index, partner in zip(task.indices, task.partners, strict=True):
             if index not in images:
                 continue
@@ -148,16 +153,19 @@ class ImageSource:
             if partner in others and partner != index:
                 array, share = mixing.images(array, others[partner], sample_seed(self.seed, task.epoch, index))
             mixed.append(array)
-            rows.append(mixing.label(self.samples[index].label, self.samples[partner].label, share))
+            rows.append(mixing.label(self._sample(index).label, self._sample(partner).label, share))
         return mixed, rows, tuple(problems)
 
     def _load_to_train(self, task: Task, index: int) -> np.ndarray:
         seed = sample_seed(self.seed, task.epoch, index)
-        return load_sample(self.samples[index], self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache)
+        return load_sample(self._sample(index), self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache)
+
+    def _sample(self, index: int) -> Sample:
+        return self.samples[index % len(self.samples)]
 
     def _load(self, task: Task, place: int) -> np.ndarray:
         index, preprocess = task.indices[place], self.pipeline.preprocess
-        sample = self.samples[index]
+        sample = self._sample(index)
         if self.training:
             return self._load_to_train(task, index)
         if preprocess.fit != "tile":

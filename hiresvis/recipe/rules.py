@@ -8,7 +8,7 @@ from typing import Any
 
 from hiresvis.recipe.quantities import dump_share
 from hiresvis.recipe.schema import Recipe
-from hiresvis.recipe.tasks import LOSSES, METRICS
+from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS
 from hiresvis.recipe.values import either, shown
 
 
@@ -90,6 +90,12 @@ def _task(recipe: Recipe) -> Iterator[BrokenRule]:
             owners = either([name for name, words in table.items() if value in words])
             message = f"{value} belongs to task {owners}, and the task is {task}; write {either(['auto', *table[task]])}"
             yield BrokenRule(key, message, ("task",))
+    if data.balance not in ("none", *BALANCES.get(task, ())):
+        message = f"{data.balance} is not for task {task}; write {either(['none', *BALANCES.get(task, ())])}"
+        yield BrokenRule("data.balance", message, ("task",))
+    elif data.balance == "focal" and optim.loss not in ("auto", "focal"):
+        message = f"{optim.loss} beside data.balance: focal, which is a loss itself; write auto, or another data.balance"
+        yield BrokenRule("optim.loss", message, ("data.balance",))
     if task == "classify" and isinstance(data.label, tuple):
         message = f"{shown(list(data.label))} is a list of columns, and an image of task classify has one class; give one column"
         yield BrokenRule("data.label", message, ("task",))

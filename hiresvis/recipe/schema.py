@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hiresvis.recipe import quantities, structures, values
-from hiresvis.recipe.tasks import LOSSES, METRICS, TASKS, words_of
+from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS, TASKS, words_of
 
 Auto = Literal["auto"]
 
@@ -74,7 +74,11 @@ class Data(Section):
         "error", "What a validation or test label that train lacks does: ends the run, or its images are left out."
     )
     max_pixels: Annotated[int, quantities.pixels()] = _key("500M", "Larger images are refused before memory is taken.")
-    balance: Annotated[Literal["none"], values.choice("none", later=("weights", "sampler", "focal"))] = _key("none", "Class balancing.")
+    balance: Annotated[str, values.choice("none", *words_of(BALANCES))] = _key(
+        "none",
+        "What makes up for classes of unequal size: weights of the loss, inverse to a class's images; sampler, an order in which classes "
+        "come equally often (classify); or focal, the loss of that name.",
+    )
     augment: Annotated[str | tuple[dict[str, Any], ...], structures.augment()] = _key(
         "standard",
         "Strength, or a list of albumentations (where missing, torchvision's): [{name: HorizontalFlip, p: 0.5}].",
@@ -151,7 +155,7 @@ class Optim(Section):
     )
     warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
     clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")
-    loss: Annotated[str, values.choice("auto", *words_of(LOSSES), later=("focal", "dice", "dice_ce", "asl"))] = _key(
+    loss: Annotated[str, values.choice("auto", *words_of(LOSSES), later=("dice", "dice_ce"))] = _key(
         "auto", "The loss; auto: cross_entropy to classify, bce for multilabel, huber to regress."
     )
     label_smoothing: Annotated[float, values.real(low=0, below=1)] = _key(0.0, "Share of the target spread over all classes.")

@@ -88,6 +88,26 @@ def test_a_regressions_scale_is_part_of_the_contract(tmp_path: Path) -> None:
         Contract.read(path)
 
 
+@pytest.mark.parametrize(
+    ("fitted", "other"),
+    [
+        ({"temperature": 1.2345678901234567}, {"temperature": 0.0}),
+        ({"task": "multilabel", "thresholds": (0.1, 1 / 3, 0.9)}, {"thresholds": (0.1, 0.2)}),
+        ({"task": "multilabel"}, {"temperature": 2.0}),
+    ],
+)
+def test_what_the_end_of_a_run_fits_is_part_of_the_contract(tmp_path: Path, fitted: dict[str, object], other: dict[str, object]) -> None:
+    """Bit for bit; without it two contracts of the same preprocessing are equal; what no task can mean is refused."""
+    contract = replace(CONTRACT, **fitted)  # type: ignore[arg-type]
+    path = tmp_path / "contract.json"
+    path.write_text(json.dumps(contract.to_json()), encoding="utf-8")
+    assert Contract.read(path) == contract
+    assert contract.unfitted == replace(CONTRACT, task=contract.task)
+    path.write_text(json.dumps({**contract.to_json(), **other}), encoding="utf-8")
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        Contract.read(path)
+
+
 def test_missing_and_torn_contracts_are_refused(tmp_path: Path) -> None:
     """The message says what kind of folder was expected."""
     with pytest.raises(RunFolderError, match="is not the folder of a finished run"):
