@@ -77,6 +77,7 @@ Overrides = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that fit made.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Flips = Annotated[bool, typer.Option("--flips", help="Each image seen mirrored as well: the mean of both outputs, twice the time.")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -212,18 +213,21 @@ def check(
 def evaluate(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
+    flips: Flips = False,
     as_json: Json = False,
 ) -> None:
-    """Metrics of the best weights, with the run's own preprocessing."""
+    """Metrics of the best weights, with the run's own preprocessing, and in brackets their 95% intervals over draws of the images.
+
+    --json: by split images, loss, metrics, intervals; to classify the calibration error, for multilabel the metrics at its thresholds.
+    """
     with _ending():
         from hiresvis.inference import evaluate as run_evaluate
 
-        found = run_evaluate(run, data=data)
+        found = run_evaluate(run, data=data, flips=flips)
         if as_json:
             _print_json(found)
         else:
-            for name, value in _flat(found):
-                print(f"{name} {value}")
+            print(*_flat(found), sep="\n")
 
 
 @app.command()
@@ -231,13 +235,14 @@ def predict(
     run: RunPath,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Images, or folders of images.", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here.", show_default=False)] = None,
+    flips: Flips = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line instead of CSV.")] = False,
 ) -> None:
     """Classes and scores, or values, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
     with _ending():
         from hiresvis.inference import predict as run_predict
 
-        found = run_predict(run, paths)
+        found = run_predict(run, paths, flips=flips)
         for note in found.notes:
             _say(note)
         if out is None:
@@ -387,12 +392,16 @@ def _print_report(found: Any, as_json: bool) -> None:
     _print_json(json.loads(value) if isinstance(value, str) else value)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line a value, `val.accuracy 0.875 (0.725-0.950)`; the interval where there is one beside it."""
+    from hiresvis.ui.text import interval_text
+
+    ends = values.get("intervals", {})
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if name != "intervals" and isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        elif name != "intervals":
+            yield f"{prefix}{name} {value}{interval_text(ends.get(name))}"
 
 
 def _path_errors(as_json: bool) -> str:

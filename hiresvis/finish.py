@@ -6,19 +6,25 @@ import shlex
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from safetensors.torch import load_file
 
+from hiresvis import assemble
 from hiresvis.costing import Parts
 from hiresvis.data.cache import ImageCache
+from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.errors import EnvironmentFailed, Interrupted
 from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
+from hiresvis.recipe.tasks import METRICS
+from hiresvis.results import split_result
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted
+from hiresvis.train.calibration import fit_scores
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.relief import Relief, evaluation_in_room
 from hiresvis.train.snapshot import load_snapshot
@@ -82,11 +88,12 @@ class Finish:
             self._refuse_end_without_weights(event.epochs)
             if relief.plan.eval_batch != first.eval_batch:
                 trainer.best_evaluation = None  # `evaluate` will repeat the digits of the batch that is left
-            test = yield from self._best(trainer, relief)
+            results = yield from self._best(trainer, relief)
             finished = replace(
                 event,
                 time=0.0,
-                test_metrics=test,
+                test_metrics={name: results["test"][name] for name in METRICS[self.parts.contract.task]} if "test" in results else {},
+                results=results,
                 predicted_peak_bytes=relief.plan.predicted_peak_bytes,
                 counted_peak_bytes=counted or None,
                 predicted_counted_bytes=first.predicted_counted_bytes if counted else None,
@@ -117,15 +124,21 @@ class Finish:
             f"removed; {saved}. Free some disk space, then {way}: {again}"
         )
 
-    def _best(self, trainer: Trainer, relief: Relief) -> Generator[Event, None, dict[str, float]]:
-        """Evaluates the best weights on test, and writes every sample's result."""
+    def _best(self, trainer: Trainer, relief: Relief) -> Generator[Event, None, dict[str, Any]]:
+        """Fits how scores are read to the best weights' validation, evaluates them on test, and writes every sample's result.
+
+        Returns:
+            by split, see `split_result`.
+        """
         datasets = self.parts.datasets
         self.step.average = None  # what it came to is in the file
         self.step.model.load_state_dict(load_file(self.folder.best_weights))
         val, batch = trainer.best_evaluation, relief.plan.eval_batch
         if val is None:
             val = yield from self._evaluation(trainer, datasets.val.samples, relief)
-        results = {"val": val}
+        contract = yield from self._fitted_contract(val)
+        self.step.loss_fn = assemble.contract_loss(contract)
+        results = {"val": val.read_by(self.step.loss_fn)}
         if datasets.test is not None:
             results["test"] = yield from self._evaluation(trainer, datasets.test.samples, relief)
             if relief.plan.eval_batch != batch:  # `evaluate` will take the batch that is left, for both
@@ -143,8 +156,18 @@ class Finish:
                 best_value=value,
                 best_epoch=epoch,
             )
-        self.folder.write_text("predictions.csv", predictions_text(results, self.parts.contract.classes))
-        return dict(results["test"].metrics) if "test" in results else {}
+        self.folder.write_text("predictions.csv", predictions_text(results, contract.classes, contract.thresholds))
+        splits = datasets.splits()
+        return {name: split_result(found, contract, splits[name].samples, metric=self.metric) for name, found in results.items()}
+
+    def _fitted_contract(self, val: Evaluation) -> Generator[Event, None, Contract]:
+        """The contract with temperature and thresholds of the best weights, which is the run's from now on."""
+        fitted = fit_scores(val, self.parts.contract.classes)
+        if fitted.told:
+            yield Notice(level="info", text=fitted.told)
+        contract = replace(self.parts.contract, temperature=fitted.temperature, thresholds=fitted.thresholds)
+        self.folder.write_json("contract.json", contract.to_json())
+        return contract
 
     def _evaluation(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""

@@ -19,6 +19,7 @@ from hiresvis.device import pick_device
 from hiresvis.errors import DataError
 from hiresvis.predictions import predicted_row, table_columns
 from hiresvis.recipe import Resolution
+from hiresvis.results import split_result
 from hiresvis.resume import own_datasets
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
@@ -31,8 +32,14 @@ _NOT_FINITE = "the run's weights give outputs that are not finite: training had 
 _EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
 
 
-def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
+def evaluate(run: Path, *, data: Path | None = None, flips: bool = False) -> dict[str, Any]:
     """Metrics of the best weights: of val and test, or of other labelled data.
+
+    Args:
+        flips: each image is also seen mirrored, see `TrainStep.predict_with_flips`.
+
+    Returns:
+        by split, see `split_result`.
 
     Raises:
         RunFolderError, DataError: the run or the data cannot be used.
@@ -56,8 +63,8 @@ def evaluate(run: Path, *, data: Path | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, split in splits.items():
         loader = _make_loader(trained, split.samples, bad_images="error", cache=open_cache(trained.loaded))
-        found_split = evaluate_split(step, loader, name_of=[sample.title for sample in split.samples].__getitem__)
-        results[name] = {"images": len(split), "loss": found_split.loss, **found_split.metrics}
+        found_split = evaluate_split(step, loader, name_of=[sample.title for sample in split.samples].__getitem__, flips=flips)
+        results[name] = split_result(found_split, contract, split.samples, metric=trained.metric)
     return results
 
 
@@ -79,8 +86,11 @@ class Predictions:
     rows: Iterator[dict[str, Any]]
 
 
-def predict(run: Path, paths: Sequence[Path]) -> Predictions:
+def predict(run: Path, paths: Sequence[Path], *, flips: bool = False) -> Predictions:
     """What the best weights say of files and folders; each file once, at its first place.
+
+    Args:
+        flips: as in `evaluate`.
 
     Raises:
         RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
@@ -99,7 +109,7 @@ def predict(run: Path, paths: Sequence[Path]) -> Predictions:
     if len(bad) > _EARLY_NAMED:
         notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
     columns = table_columns(trained.contract.task, trained.contract.classes)
-    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad))
+    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad, flips=flips))
 
 
 def _make_step(trained: Trained) -> TrainStep:
@@ -144,7 +154,7 @@ def _bad_headers(samples: Sequence[Sample], contract: Contract) -> dict[int, str
     return bad
 
 
-def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str], *, flips: bool) -> Iterator[dict[str, Any]]:
     """A row for each sample as soon as it and all before it are done: predicted, bad by its header, or bad as only decoding shows."""
     contract, step = trained.contract, _make_step(trained)
     good = [index for index in range(len(samples)) if index not in bad]
@@ -152,10 +162,11 @@ def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -
     place_of = {samples[index].title: index for index in good}
     rows = {index: _row(samples[index], contract, error=reason) for index, reason in bad.items()}
     join, done, known = WindowJoin(), 0, 0
+    outputs_of = step.predict_with_flips if flips else step.predict
     try:
         for item in fetch(loader):
             if item.indices:
-                indices, logits, _ = join.add(item, step.predict(item.images).cpu())
+                indices, logits, _ = join.add(item, outputs_of(item.images).cpu())
                 for index, row in zip(indices, scores(logits, contract).tolist(), strict=True):
                     sample = samples[good[index]]
                     usable = all(map(math.isfinite, row))
@@ -171,4 +182,4 @@ def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str]) -
 
 
 def _row(sample: Sample, contract: Contract, row: Sequence[float] | None = None, error: str | None = None) -> dict[str, Any]:
-    return {"path": sample.title, **predicted_row(contract.task, row, contract.classes), "error": error}
+    return {"path": sample.title, **predicted_row(contract.task, row, contract.classes, contract.thresholds), "error": error}

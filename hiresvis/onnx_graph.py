@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.errors import HiresvisError, MissingExtra, first_line
+from hiresvis.train.metrics import THRESHOLD
 from hiresvis.trained import scores
 
 OPSET = 18  # what dynamo's translations are written for; onnxruntime 1.14 and later read it
@@ -142,16 +143,16 @@ def compare(graph: Graph, batches: Sequence[Tensor], path: Path, exporter: str) 
             differences[name] = float(np.maximum(differences[name], np.abs(one - other).max()))
             largest[name] = max(largest[name], float(np.abs(other).max()))
         if position < len(batches):
-            num_agreeing += int((_said(given[0], graph.contract.task) == _said(wanted[0], graph.contract.task)).all(axis=1).sum())
+            num_agreeing += int((_said(given[1], graph.contract) == _said(wanted[1], graph.contract)).all(axis=1).sum())
     bounds = {name: BOUND * value for name, value in largest.items()}
     return Comparison(exporter, sum(len(pixels) for pixels in batches), differences, bounds, num_agreeing)
 
 
-def _said(logits: np.ndarray, task: str) -> np.ndarray:
-    """(n, _) what the logits say of each image."""
-    if task == "classify":
-        return logits.argmax(axis=1, keepdims=True)
-    return logits >= 0 if task == "multilabel" else np.ones((len(logits), 1))
+def _said(scores: np.ndarray, contract: Contract) -> np.ndarray:
+    """(n, _) what the scores say of each image."""
+    if contract.task == "classify":
+        return scores.argmax(axis=1, keepdims=True)
+    return scores >= np.array(contract.thresholds or (THRESHOLD,)) if contract.task == "multilabel" else np.ones((len(scores), 1))
 
 
 def _by_dynamo(graph: Graph, pixels: Tensor, path: Path) -> None:

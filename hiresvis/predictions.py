@@ -12,7 +12,7 @@ from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.metrics import THRESHOLD
 
 
-def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str]) -> str:
+def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str], thresholds: Sequence[float] = ()) -> str:
     """predictions.csv: one row a sample of each split.
 
     - classify: split, path, label, predicted, score (of the predicted class), loss;
@@ -22,22 +22,26 @@ def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str]) ->
     Args:
         results: by split.
         names: of the outputs, in order.
+        thresholds: of multilabel, one a class; empty: 0.5.
     """
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     for number, (split, found) in enumerate(results.items()):
         if number == 0:
             writer.writerow(["split", "path", *_COLUMNS[found.task](names)])
-        rows = _ROWS[found.task](found, names)
+        rows = _multilabel_rows(found, names, thresholds) if found.task == "multilabel" else _ROWS[found.task](found, names)
         writer.writerows([split, path, *cells] for path, cells in zip(found.names, rows, strict=True))
     return table.getvalue()
 
 
-def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str]) -> dict[str, Any]:
+def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str], thresholds: Sequence[float] = ()) -> dict[str, Any]:
     """What `predict` says of one image; None for all of it where there are no scores.
 
+    Args:
+        thresholds: as in `predictions_text`.
+
     Returns:
-        classify: label, score, and scores by class; multilabel: labels (those at or above the threshold) and scores by class; regress:
+        classify: label, score, and scores by class; multilabel: labels (those at or above their threshold) and scores by class; regress:
         values by target.
     """
     if scores is None:
@@ -46,7 +50,8 @@ def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str
     if task == "regress":
         return {"values": named}
     if task == "multilabel":
-        return {"labels": [name for name, score in named.items() if score >= THRESHOLD], "scores": named}
+        flags = _chosen(scores, thresholds)
+        return {"labels": [name for name, flag in zip(names, flags, strict=True) if flag], "scores": named}
     best = max(names, key=named.__getitem__)
     return {"label": best, "score": named[best], "scores": named}
 
@@ -75,11 +80,15 @@ def _classify_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str
         yield [names[label], names[chosen], f"{score:.6f}", f"{loss:.6f}"]
 
 
-def _multilabel_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
+def _multilabel_rows(found: Evaluation, names: Sequence[str], thresholds: Sequence[float]) -> Iterable[list[str]]:
     for target, scores, loss in zip(found.targets.tolist(), found.scores.tolist(), found.losses.tolist(), strict=True):
-        chosen = tuple(float(score >= THRESHOLD) for score in scores)
-        said = (label_text(tuple(flags), found.task, names) for flags in (target, chosen))
+        said = (label_text(tuple(flags), found.task, names) for flags in (target, _chosen(scores, thresholds)))
         yield [*said, f"{loss:.6f}", *(f"{score:.6f}" for score in scores)]
+
+
+def _chosen(scores: Sequence[float], thresholds: Sequence[float]) -> tuple[float, ...]:
+    """1.0 for each label at or above its threshold, as targets are written."""
+    return tuple(float(score >= threshold) for score, threshold in zip(scores, thresholds or (THRESHOLD,) * len(scores), strict=True))
 
 
 def _regress_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
@@ -96,4 +105,4 @@ _COLUMNS = {
     "multilabel": lambda names: ["label", "predicted", "loss", *(f"score_{name}" for name in names)],
     "regress": lambda names: ["loss", *(column for name in names for column in (f"true_{name}", f"predicted_{name}"))],
 }
-_ROWS = {"classify": _classify_rows, "multilabel": _multilabel_rows, "regress": _regress_rows}
+_ROWS = {"classify": _classify_rows, "regress": _regress_rows}

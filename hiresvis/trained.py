@@ -15,9 +15,7 @@ from hiresvis.backbone.build import Backbone
 from hiresvis.data.contract import Contract
 from hiresvis.errors import RunFolderError
 from hiresvis.recipe import LoadedRecipe, load_recipe
-from hiresvis.recipe.tasks import LOSSES
 from hiresvis.run import RunDirectory
-from hiresvis.train.losses import make_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,11 @@ class Trained:
         """Images of one forward in the run's evaluations: the same batch gives the same digits."""
         return int(self.plan["eval_batch"])
 
+    @property
+    def metric(self) -> str:
+        """The metric that decided which epoch is best, which the run has settled."""
+        return self.loaded.recipe.train.metric
+
 
 def open_run(folder: Path) -> Trained:
     """The best weights of a run in its own model, with its own preprocessing.
@@ -63,5 +66,4 @@ def open_run(folder: Path) -> Trained:
 def scores(outputs: Tensor, contract: Contract) -> Tensor:
     """What predict writes and an exported graph gives, of outputs (b, k): probabilities by class, which to classify add up to 1, or
     values in the targets' own units. The contract alone decides."""
-    loss = make_loss(LOSSES[contract.task][0], num_outputs=len(contract.classes), mean=contract.target_mean, std=contract.target_std)
-    return loss.scores(outputs)
+    return assemble.contract_loss(contract).scores(outputs)

@@ -37,7 +37,7 @@ def made(task: str) -> Evaluation:
         scores = targets + torch.randn(NUM_IMAGES, 3, generator=generator) * torch.tensor([0.1, 1e6, 1e-6])
     names = tuple(f"my images/{index},{task}.png" for index in range(NUM_IMAGES))
     losses = torch.linspace(0, 3, NUM_IMAGES)
-    return Evaluation(task, 1.5, compute_metrics(task, scores, targets), names, targets, scores, losses)
+    return Evaluation(task, 1.5, compute_metrics(task, scores, targets), names, targets, scores, losses, scores)
 
 
 @pytest.fixture

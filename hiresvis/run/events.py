@@ -170,7 +170,7 @@ class EpochDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
-    """The last event of a run that ended by itself. reason: completed | early_stop | max_time."""
+    """The last event of a run that ended by itself. reason: completed | early_stop | max_time. results: by split, as `evaluate --json`."""
 
     kind: ClassVar[str] = "run_finished"
     reason: str
@@ -179,6 +179,7 @@ class RunFinished(Event):
     best_value: float
     best_epoch: int
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     predicted_peak_bytes: int
     measured_peak_bytes: int
     counted_peak_bytes: int | None = None  # every live storage counted (probe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hiresvis.train.batches import fetch
 from hiresvis.train.joining import WindowJoin
+from hiresvis.train.losses import Loss
 from hiresvis.train.metrics import compute_metrics
 from hiresvis.train.step import TrainStep
 
@@ -28,6 +29,7 @@ class Evaluation:
         targets: (n,) int64 class numbers; multilabel: (n, k) of 0 and 1; regress: (n, k) in their own units.
         scores: (n, k): probabilities, or predicted values in the targets' units.
         losses: (n,) float32.
+        outputs: (n, k) float32, of the network.
     """
 
     task: str
@@ -37,11 +39,17 @@ class Evaluation:
     targets: Tensor
     scores: Tensor
     losses: Tensor
+    outputs: Tensor
+
+    def read_by(self, loss: Loss) -> Evaluation:
+        """The same outputs with scores as another loss reads them, and the metrics of those."""
+        scores = loss.scores(self.outputs)
+        return replace(self, scores=scores, metrics=compute_metrics(self.task, scores, self.targets))
 
 
-def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str) -> Evaluation:
+def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str, flips: bool = False) -> Evaluation:
     """`evaluation_steps` run to its end."""
-    steps = evaluation_steps(step, loader, name_of=name_of)
+    steps = evaluation_steps(step, loader, name_of=name_of, flips=flips)
     while True:
         try:
             next(steps)
@@ -49,7 +57,9 @@ def evaluate(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = st
             return done.value
 
 
-def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str) -> Generator[tuple[int, int], None, Evaluation]:
+def evaluation_steps(
+    step: TrainStep, loader: Any, *, name_of: Callable[[int], str] = str, flips: bool = False
+) -> Generator[tuple[int, int], None, Evaluation]:
     """Evaluates a split batch by batch, in eval mode and with averaged weights where there are; modes, weights and the random state are
     put back.
 
@@ -60,6 +70,7 @@ def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], s
         step: its model, precision and loss are used; nothing is trained.
         loader: yields items with images, targets and indices.
         name_of: a sample's index to its path.
+        flips: each image is also seen mirrored, see `TrainStep.predict_with_flips`.
 
     Yields:
         (batches done, batches in all) after each batch.
@@ -70,10 +81,10 @@ def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], s
     outputs_of: list[Tensor] = []
     targets_of: list[Tensor] = []
     indices: list[int] = []
-    join = WindowJoin()
+    join, predict = WindowJoin(), step.predict_with_flips if flips else step.predict
     with eval_mode(step.model), step.as_evaluated():
         for done, item in enumerate(fetch(loader), start=1):
-            complete, joined, labels = join.add(item, step.predict(item.images).cpu())
+            complete, joined, labels = join.add(item, predict(item.images).cpu())
             outputs_of.append(joined)
             targets_of.append(labels)
             indices.extend(int(index) for index in complete)
@@ -83,7 +94,8 @@ def evaluation_steps(step: TrainStep, loader: Any, *, name_of: Callable[[int], s
     outputs, targets = torch.cat(outputs_of), torch.cat(targets_of).cpu()
     losses, scores = step.loss_fn.plain(outputs, targets), step.loss_fn.scores(outputs)
     task, names = step.loss_fn.task, tuple(name_of(index) for index in indices)
-    return Evaluation(task, float(losses.double().mean()), compute_metrics(task, scores, targets), names, targets, scores, losses)
+    metrics = compute_metrics(task, scores, targets)
+    return Evaluation(task, float(losses.double().mean()), metrics, names, targets, scores, losses, outputs)
 
 
 @contextmanager

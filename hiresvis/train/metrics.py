@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.functional import classification as tm
 from torchmetrics.functional import regression as tr
@@ -41,6 +42,11 @@ def auroc(scores: Tensor, targets: Tensor) -> float:
         warnings.filterwarnings("ignore", message=".*(positive|negative) samples in targets.*")  # those classes are left out below
         areas = tm.multiclass_auroc(scores, targets, scores.shape[1], average="none")
     return float(areas[usable].mean())
+
+
+def class_average_precision(scores: Tensor, targets: Tensor) -> float:
+    """Mean over the classes that have samples of the area under precision against recall, each class against the rest."""
+    return mean_average_precision(scores, F.one_hot(targets, scores.shape[1]))
 
 
 def kappa(scores: Tensor, targets: Tensor) -> float:
@@ -94,7 +100,14 @@ def r2(scores: Tensor, targets: Tensor) -> float:
 
 
 METRICS: Mapping[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
-    "classify": {"accuracy": accuracy, "balanced_accuracy": balanced_accuracy, "macro_f1": macro_f1, "auroc": auroc, "kappa": kappa},
+    "classify": {
+        "accuracy": accuracy,
+        "balanced_accuracy": balanced_accuracy,
+        "macro_f1": macro_f1,
+        "auroc": auroc,
+        "map": class_average_precision,
+        "kappa": kappa,
+    },
     "multilabel": {"map": mean_average_precision, "auroc": label_auroc, "macro_f1": label_f1, "accuracy": exact_match},
     "regress": {"mae": mae, "rmse": rmse, "r2": r2},
 }

@@ -181,6 +181,11 @@ class TrainStep:
         with self._autocast():
             return self.model(inputs).float()
 
+    def predict_with_flips(self, images: Tensor) -> Tensor:
+        """The mean of `predict` for the images (b, h, w, c) and for their mirror images, left and right changed over; so an image and its
+        mirror image have the same."""
+        return (self.predict(images) + self.predict(images.flip(2))) / 2
+
     def as_evaluated(self) -> AbstractContextManager[None]:
         """The model has the weights that are evaluated and kept: the averaged ones, where there is an average."""
         return nullcontext() if self.average is None else self.average.in_place()

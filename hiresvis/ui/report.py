@@ -21,6 +21,8 @@ from hiresvis.ui.text import (
     UNICODE,
     deviation,
     image_size_text,
+    interval_text,
+    intervals_of,
     is_cpu,
     ladder_cells,
     next_commands,
@@ -133,12 +135,14 @@ def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     state, tiles = run.state, []
     if state.best:
         metric, value, epoch = state.best
-        tiles.append((f"best {metric}, validation", number(value, 4), f"epoch {epoch} of {state.num_epochs or '?'}"))
+        ends = interval_text(intervals_of(state.finished, "val").get(metric))
+        tiles.append((f"best {metric}, validation", f"{number(value, 4)}{ends}", f"epoch {epoch} of {state.num_epochs or '?'}"))
     tests = state.finished.test_metrics if state.finished else state.test.metrics if state.test else {}
     if tests:
         name = state.best[0] if state.best and state.best[0] in tests else next(iter(tests))
         others = ", ".join(f"{key} {number(value)}" for key, value in tests.items() if key != name)
-        tiles.append((f"{name}, test", number(tests[name], 4), others))
+        ends = interval_text(intervals_of(state.finished, "test").get(name))
+        tiles.append((f"{name}, test", f"{number(tests[name], 4)}{ends}", others))
     measured, _ = charts.measured_peaks(run.plan)
     if state.finished and not measured:
         measured = state.finished.measured_peak_bytes

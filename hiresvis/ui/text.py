@@ -228,8 +228,20 @@ def image_size_text(image_size: Sequence[int]) -> str:
     return "x".join(str(side) for side in image_size)
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+def interval_text(interval: Sequence[float] | None) -> str:
+    """A metric's interval, to stand behind its value; nothing where there is none.
+
+    >>> interval_text([0.8613, 0.902]), interval_text([-0.1, 0.2]), interval_text(None)
+    (' (0.861-0.902)', ' (-0.100 to 0.200)', '')
+    """
+    if not interval:
+        return ""
+    low, high = interval
+    return f" ({number(low)}{'-' if low >= 0 else ' to '}{number(high)})"
+
+
+def metrics_text(metrics: Mapping[str, float], intervals: Mapping[str, Sequence[float]] | None = None) -> str:
+    return "  ".join(f"{name} {number(value)}{interval_text((intervals or {}).get(name))}" for name, value in metrics.items())
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
@@ -335,16 +347,22 @@ def final_lines(state: RunState, event: RunFinished) -> list[tuple[str, str]]:
     """The last screen as (label, text); the label is empty where the one above goes on."""
     reason = _REASONS.get(event.reason, event.reason)
     lines = [("done", f"{reason}; {event.epochs} epochs in {format_duration(event.seconds)}")]
-    best = f"{event.metric} {number(event.best_value, 4)} at epoch {event.best_epoch}" if event.best_epoch else "no epoch was evaluated"
-    lines.append(("best", best))
+    val, test = intervals_of(event, "val"), intervals_of(event, "test")
+    best = f"{event.metric} {number(event.best_value, 4)}{interval_text(val.get(event.metric))} at epoch {event.best_epoch}"
+    lines.append(("best", best if event.best_epoch else "no epoch was evaluated"))
     if event.test_metrics:
-        lines.append(("test", metrics_text(event.test_metrics)))
+        lines.append(("test", metrics_text(event.test_metrics, test)))
     lines += [("peak" if i == 0 else "", text) for i, text in enumerate(peak_lines(state, event))]
     files = "no file" if not event.num_skipped else "1 file" if event.num_skipped == 1 else f"{event.num_skipped} files"
     lines.append(("skipped", f"{files}{' that could not be read: see train.log' if event.num_skipped else ''}"))
     if event.passed_over:
         lines.append(("", f"passed over by extension: {counts_text(event.passed_over)}"))
     return lines
+
+
+def intervals_of(event: RunFinished | None, split: str) -> Mapping[str, Sequence[float]]:
+    """The intervals of a split's metrics, by name, as far as they are known."""
+    return event.results.get(split, {}).get("intervals", {}) if event else {}
 
 
 def peak_lines(state: RunState, event: RunFinished) -> list[str]:

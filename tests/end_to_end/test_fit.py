@@ -174,7 +174,8 @@ def test_evaluate_repeats_the_best_epoch_to_the_last_digit(trained):
     best = trained.events("run_finished")[0]["best_epoch"]
     told = {row["split"]: row for row in trained.events("evaluated") if row["split"] == "test" or row["epoch"] == best}
     for split, images in (("val", 8), ("test", 6)):
-        assert done.json[split] == {"images": images, "loss": told[split]["loss"], **told[split]["metrics"]}
+        wanted = {"images": images, "loss": told[split]["loss"], **told[split]["metrics"]}
+        assert done.json[split].items() >= wanted.items()
 
 
 def test_evaluate_of_other_data_gives_the_same_digits_for_the_same_images(trained):
@@ -194,7 +195,8 @@ def test_evaluate_repeats_a_held_out_share_and_reads_tables_by_the_run_s_column_
     columns = ("data.image=file", "data.label=kind")
     workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", *columns, "train.epochs=1", "train.seed=3")
     (told,) = workshop.events("evaluated")
-    assert workshop("evaluate", workshop.path(""), "--json").json == {"val": {"images": 4, "loss": told["loss"], **told["metrics"]}}
+    wanted = {"images": 4, "loss": told["loss"], **told["metrics"]}
+    assert workshop("evaluate", workshop.path(""), "--json").json["val"].items() >= wanted.items()
     done = workshop("evaluate", workshop.path(""), "--data", other, "--json")
     assert done.code == 0, done.err
     assert done.json["data"]["images"] == 16

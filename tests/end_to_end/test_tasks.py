@@ -115,7 +115,9 @@ def test_evaluate_repeats_the_digits(run):
     (finished,) = run.events("run_finished")
     best = next(row for row in run.events("evaluated") if row["epoch"] == finished["best_epoch"])
     done = run("evaluate", run.path(""), "--json")
-    assert done.json == {"val": {"images": len(run.read("split.json")["val"]), "loss": best["loss"], **best["metrics"]}}
+    assert done.json == finished["results"]
+    told = {"images": len(run.read("split.json")["val"]), "loss": best["loss"], **best["metrics"]}
+    assert {name: done.json["val"][name] for name in told} == told
     other = run("evaluate", run.path(""), "--data", run.data / f"{task_of(run)}.csv", "--json").json["data"]
     assert other["images"] == NUM_IMAGES
 
@@ -130,13 +132,36 @@ def test_predict_says_what_the_runs_own_table_says(run):
         own = told[row["path"]]
         if task_of(run) == "multilabel":
             scores = {name: float(row[f"score_{name}"]) for name in COLOURS}
-            assert row["labels"] == own["predicted"] == "|".join(name for name in sorted(scores) if scores[name] >= 0.5)
+            least = dict(zip(sorted(scores), run.read("contract.json")["thresholds"], strict=True))
+            assert row["labels"] == own["predicted"] == "|".join(name for name in sorted(scores) if scores[name] >= least[name])
             assert {name: float(own[f"score_{name}"]) for name in COLOURS} == pytest.approx(scores, abs=1e-6)
         else:
             assert [float(row[f"predicted_{name}"]) for name in ("lux", "warmth")] == pytest.approx(
                 [float(own[f"predicted_{name}"]) for name in ("lux", "warmth")], rel=1e-6
             )
             assert 4500 < float(row["predicted_lux"]) < 5800
+
+
+def test_labels_have_thresholds_of_their_own(tables, workshop_type, tmp_path):
+    """Chosen on 32 images of validation, after a loss whose probabilities are low: predict and the run's table follow them, the report
+    counts them, evaluate tells F1 at them beside that at 0.5, and the graph agrees on every image's labels."""
+    work = workshop_type(tmp_path, tables, RECIPES["multilabel"])
+    work.fit("optim.loss=asl", "data.val=0.5", "data.balance=weights", "train.epochs=3")
+    least = dict(zip(sorted(COLOURS), work.read("contract.json")["thresholds"], strict=True))
+    assert any(value != 0.5 for value in least.values())
+    assert any(row["text"].startswith("thresholds of the highest F1") for row in work.events("notice"))
+    told = {row["path"]: row for row in rows_of(work.path("predictions.csv"))}
+    for row in csv.DictReader(work("predict", work.path(""), *told).out.splitlines()):
+        labels = "|".join(name for name in sorted(COLOURS) if float(row[f"score_{name}"]) >= least[name])
+        assert row["labels"] == told[row["path"]]["predicted"] == labels
+    result = work("evaluate", work.path(""), "--json").json["val"]
+    assert result["at_thresholds"]["macro_f1"] > result["macro_f1"]
+    page = work.path("report.html").read_text(encoding="utf-8")
+    assert f"macro F1 {result['at_thresholds']['macro_f1']:.4f}" in page
+    assert "thresholds of <code>contract.json</code>" in page
+    done = work("export", work.path(""), "--to", "onnx", "--json")
+    assert done.code == 0, done.err
+    assert done.json["compared"]["same_class"] == done.json["compared"]["images"]
 
 
 def test_the_runs_table_holds_the_labels_as_they_were_given(run):

@@ -75,3 +75,25 @@ def test_empty_split_is_refused(small):
     """There is no mean over nothing."""
     with pytest.raises(ValueError, match="split to evaluate is empty"):
         evaluate(small.make_step(), small.Images(0, batch=3, shuffle=False))
+
+
+def test_flips_are_the_mean_of_an_image_and_its_mirror_image(small):
+    """Of outputs, before anything is read of them; an image and its mirror image have the same bits."""
+    step, images = small.make_step("test_resnet"), small.Images(4, batch=4).images
+    step.model.eval()
+    both = step.predict(images), step.predict(images.flip(2))
+    assert not torch.equal(*both)
+    assert torch.equal(step.predict_with_flips(images), (both[0] + both[1]) / 2)
+    assert torch.equal(step.predict_with_flips(images), step.predict_with_flips(images.flip(2)))
+    loader = small.Images(4, batch=4, shuffle=False)
+    assert torch.equal(evaluate(step, loader, flips=True).outputs, step.predict_with_flips(loader.images))
+
+
+def test_an_evaluation_is_read_again_with_a_temperature(small):
+    """Scores and what is counted of them are those of outputs divided by it; losses compare runs and stay as they are."""
+    result = evaluate(small.make_step(), small.Images(7, batch=3, shuffle=False))
+    warm = result.read_by(CrossEntropy(temperature=2.0))
+    assert torch.equal(warm.scores, (result.outputs / 2).softmax(1))
+    assert torch.equal(result.read_by(CrossEntropy()).scores, result.scores)
+    assert (warm.loss, warm.metrics["accuracy"]) == (result.loss, result.metrics["accuracy"])
+    assert torch.equal(warm.losses, result.losses)

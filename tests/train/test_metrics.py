@@ -25,6 +25,8 @@ def test_metrics_are_those_worked_out_by_hand():
     assert values["macro_f1"] == pytest.approx((6 / 7 + 1 / 2 + 0) / 3)
     # class 0: all 8 pairs in order; class 1: 0.7 beats all four, 0.1 ties with one of four
     assert values["auroc"] == pytest.approx((1.0 + (4 + 0.5) / 8) / 2)
+    # class 0 is ranked first; of class 1 the second comes with the last two of six, which tie
+    assert values["map"] == pytest.approx((1.0 + (1 / 1 + 2 / 6) / 2) / 2)
     chance = (4 * 3 + 2 * 2) / 36
     assert values["kappa"] == pytest.approx((4 / 6 - chance) / (1 - chance))
 

@@ -74,7 +74,7 @@ def test_page_holds_the_numbers_of_the_files(make_events: MakeEvents, make_run: 
     """Model, metric, peaks, plan, ladder, settings and commands are those of the run."""
     text = words(page_of(make_run(make_events(3, 8)))[1])
     for part in (
-        "lesions[03]", "convnextv2_base at 2048x2048 px", "0.7643", "epoch 3 of 3", "completed",
+        "lesions[03]", "convnextv2_base at 2048x2048 px", "0.7643 (0.841-0.907)", "0.8810 (0.833-0.918)", "epoch 3 of 3", "completed",
         "predicted 2.5% above measured", "predicted 0.5% above measured", "93% of 22.0 GiB budget",
         "micro-batch 2 x accumulation 8 = batch 16", "stage0 spacing 1 · stage1 spacing 2 · rest stored",
         "too large: one image needs 25.3 GiB", "chosen: least recompute", "saved for backward 15.8 GiB",

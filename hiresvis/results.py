@@ -1,0 +1,54 @@
+"""What a split says of a trained network: metrics, how far they could be off, and how far scores can be believed. The end of `fit` and
+`evaluate` tell the same digits, since both ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hiresvis.data.contract import Contract
+from hiresvis.data.sources import Sample
+from hiresvis.train.calibration import at_thresholds, calibration_error
+from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.intervals import intervals, told_with_interval
+from hiresvis.train.metrics import compute_metrics
+
+
+def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample], *, metric: str) -> dict[str, Any]:
+    """One split in plain values.
+
+    Args:
+        found: read by the contract.
+        samples: of the split, in the evaluation's order.
+        metric: the one that decided which epoch is best.
+
+    Returns:
+        images, loss, and metrics by name; intervals: [low, high] by metric, 95%; intervals_by: image or group, what was drawn for them.
+        classify: calibration: temperature, error, and error_before, without the temperature. multilabel, where thresholds are fitted:
+        at_thresholds: the metrics that depend on a threshold, with intervals; those beside it are at 0.5.
+    """
+    groups = [sample.group for sample in samples]
+    by_group = bool(groups) and None not in groups
+    drawn = groups if by_group else None
+    names = told_with_interval(found.task, metric)
+    result: dict[str, Any] = {
+        "images": len(found.names),
+        "loss": found.loss,
+        **found.metrics,
+        "intervals": _lists(intervals(found.task, found.scores, found.targets, names=names, groups=drawn)),
+        "intervals_by": "group" if by_group else "image",
+    }
+    if found.task == "classify":
+        before = calibration_error(found.outputs.softmax(dim=1), found.targets)
+        after = calibration_error(found.scores, found.targets)
+        result["calibration"] = {"temperature": contract.temperature, "error": after, "error_before": before}
+    elif contract.thresholds:
+        flags = at_thresholds(found.scores, contract.thresholds).double()  # 0 and 1 lie on the same sides of 0.5
+        metrics, names = compute_metrics(found.task, flags, found.targets), ("macro_f1", "accuracy")
+        ends = _lists(intervals(found.task, flags, found.targets, names=names, groups=drawn))
+        result["at_thresholds"] = {**{name: metrics[name] for name in names}, "intervals": ends}
+    return result
+
+
+def _lists(found: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
+    return {name: list(interval) for name, interval in found.items()}
