@@ -84,8 +84,9 @@ def notices(work, name: str = "recipe") -> list[str]:
     return [row["text"] for row in work.events("notice", name)]
 
 
-def test_weights_are_told_with_their_numbers(run):
-    """33 images of three classes: 33 / (3 * 24) for red, 33 / (3 * 3) for blue. Validation losses are not weighed."""
+def test_weights_are_told_with_their_numbers(run, workshop_type, table, tmp_path):
+    """33 images of three classes: 33 / (3 * 24) for red, 33 / (3 * 3) for blue. The first step's loss is another than without, of the same
+    batch; validation losses are not weighed."""
     said = "data.balance weights: a sample's loss is weighed by its class, 0.458 (red) to 3.67 (blue); the mean over train is 1"
     assert said in notices(run)
     assert f"info: {said}" in run.path("train.log").read_text()
@@ -93,6 +94,9 @@ def test_weights_are_told_with_their_numbers(run):
     val = [float(row["loss"]) for row in rows if row["split"] == "val"]
     (finished,) = run.events("run_finished")
     assert np.mean(val) == pytest.approx(finished["results"]["val"]["loss"], abs=1e-6)
+    work = workshop_type(tmp_path, table, RECIPE)
+    work.fit("train.epochs=1")
+    assert work.events("step_done")[0]["loss"] != pytest.approx(run.events("step_done")[0]["loss"], rel=0.01)
 
 
 def test_the_end_of_fit_and_evaluate_tell_the_same(run):
@@ -191,15 +195,18 @@ def test_a_run_that_goes_on_forgets_what_was_fitted_until_its_end(run, tmp_path)
 
 
 def test_a_balanced_order_goes_on_to_the_same_bits(workshop_type, table, tmp_path):
-    """Stopped inside an epoch and gone on with, as run through; the epoch has as many steps as without, and says what comes how often."""
+    """Stopped inside an epoch and gone on with, as run through; the epoch has as many steps as without, of other images, and says what
+    comes how often."""
     work = workshop_type(tmp_path, table, RECIPE)
     setting = ("data.balance=sampler", "train.epochs=1", "optim.loss=focal")
     work.fit(*setting, name="through")
     work.fit(*setting, "train.max_time=0.001s", name="parts")
     work.fit(*setting, "--resume", name="parts")
-    losses = [[row["loss"] for row in work.events("step_done", name)] for name in ("through", "parts")]
-    assert len(losses[0]) == 5
+    work.fit("train.epochs=1", "optim.loss=focal", name="plain")
+    losses = [[row["loss"] for row in work.events("step_done", name)] for name in ("through", "parts", "plain")]
+    assert len(losses[0]) == len(losses[2]) == 5
     assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
     through, parts = (load_file(work.path("weights/last.safetensors", name)) for name in ("through", "parts"))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in through.items())
     said = "data.balance sampler: an epoch of 33 images has 11 of each class: those of blue come 3.67 times, of red comes 46%"
