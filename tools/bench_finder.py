@@ -221,6 +221,11 @@ def isolated(config: Config, exhaustive: bool) -> dict[str, Any]:
     return json.loads(text) if text else {"failed": f"exit code {code}"}
 
 
+def _even(largest: int, batch: int | None) -> int:
+    """The micro-batch that a batch is cut into where so many fit: of 120 images 84 at once make two parts as 60 do."""
+    return largest if batch is None else -(-batch // -(-batch // largest))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 where a run died, or more than three sizes ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         died += dead
         answers.append(answer)
         if "largest" in answer:
-            shares.append(answer["micro_batch"] / answer["largest"])
+            shares.append(answer["micro_batch"] / _even(answer["largest"], config.batch))
         note = " DIED" if dead else ""
         print(f"{number:3d} {json.dumps(asdict(config))} {json.dumps(answer)}{note}", flush=True)
     ran = [answer for answer in answers if "micro_batch" in answer]
