@@ -28,6 +28,7 @@ from hiresvis.memory.timing import HOST_BYTES
 from hiresvis.profiles import Entry, Facts, ProfileKey
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.settle import complete, key_of, limits_of, settle_costs
+from hiresvis.train import metrics
 
 _HOST_SHARE = 0.5  # of the host's free memory; the loader's workers need the rest
 
@@ -70,6 +71,8 @@ def make_parts(
     precision = assemble.settle_precision(loaded, resolution, device)
     pipeline = assemble.make_pipeline(loaded, contract)
     raw = assemble.raw_image(contract, datasets, pipeline)
+    if device.type == "cpu":
+        metrics.load()  # as with what decodes: the budget is of the memory beside what the process is without the model
     limits = limits_of(loaded, card_of(device), precision, free_host_bytes())
     frozen: dict[str, Trainable] = {}
     keys: dict[str, ProfileKey] = {}
@@ -150,6 +153,7 @@ def entry_of(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> Ent
 def _process_bytes(held: int) -> int:
     """Resident size, weights aside, of a process that is about to train: with what training imports and planning does not."""
     import_module("hiresvis.train.trainer")
+    metrics.load()
     return budget(torch.device("cpu"), 0, held).baseline_bytes
 
 

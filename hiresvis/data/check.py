@@ -123,7 +123,7 @@ def check_steps(
     """
     files: dict[str, list[Sample]] = {}
     for sample in {_name(sample): sample for dataset in datasets.splits().values() for sample in dataset.samples}.values():
-        files.setdefault(os.path.abspath(sample.path), []).append(sample)
+        files.setdefault(os.path.abspath(sample.file), []).append(sample)
     total = sum(map(len, files.values()))
     looker = _Looker(max_pixels, preprocess, copies, _question(max_pixels, preprocess))
     findings: dict[str, Finding] = {}
@@ -154,7 +154,7 @@ def check_steps(
 
 def _name(sample: Sample) -> str:
     """What a sample is remembered by."""
-    return named(os.path.abspath(sample.path), sample.region)
+    return named(os.path.abspath(sample.file), sample.region)
 
 
 def _in_threads(look: Callable[[str], list[Finding]], paths: Sequence[str], threads: int) -> Iterator[tuple[str, list[Finding]]]:

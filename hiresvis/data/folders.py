@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hiresvis.data.regions import Region
 from hiresvis.errors import DataError, Problem
@@ -22,11 +23,10 @@ SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "tes
 Label = str | tuple[str, ...] | tuple[float, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One image as its source names it, before labels become numbers."""
+class Entry(NamedTuple):
+    """One image as its source names it, before labels become numbers. A tuple of texts: a table makes one for each of its rows."""
 
-    path: Path
+    file: str | Path
     name: str  # relative, forward slashes
     row: str
     label: Label
@@ -73,7 +73,7 @@ def scan_class_folders(root: Path) -> Scan:
         raise DataError(
             [Problem(f"its folders are splits, not classes: {', '.join(folders)}; name one of them, as in {root / folders[0]}", str(root))]
         )
-    entries = [Entry(root / name, name, str(root / name), label) for label in folders for name in walk.images(root / label, f"{label}/")]
+    entries = [Entry(path := str(root / name), name, path, label) for label in folders for name in walk.images(root / label, f"{label}/")]
     walk.count(name for name, is_folder in top if not is_folder and not is_image_name(name))
     warnings = [f"{root}: {len(loose)} images outside any class folder are left out, the first is {loose[0]}"] if loose else []
     entries.sort(key=lambda entry: entry.name)
@@ -88,11 +88,11 @@ def scan_unlabelled(paths: Sequence[Path]) -> Scan:
     for path in paths:
         if path.is_dir():
             walk = _Walk(path)
-            entries += [Entry(path / name, name, str(path / name), None) for name in sorted(walk.images(path, ""))]
+            entries += [Entry(file := str(path / name), name, file, None) for name in sorted(walk.images(path, ""))]
             ignored += walk.ignored
             skipped += walk.skipped
         else:
-            entries.append(Entry(path, path.name, str(path), None))
+            entries.append(Entry(str(path), path.name, str(path), None))
     return Scan(tuple(entries), (), tuple(sorted(ignored)), skipped)
 
 

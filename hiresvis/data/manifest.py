@@ -83,7 +83,9 @@ class _Rows:
         self._group = names.index("group") if "group" in names else None
         self._split = names.index("split") if "split" in names else None
         self._region = names.index(REGION_KEYS[0]) if REGION_KEYS[0] in names else None  # the others follow it
-        self._first: dict[str, int] = {}  # position in entries, by name as written, and by where the file is
+        self._groups: dict[str, str] = {}  # one text for each
+        self._at: dict[str, int] = {}  # position in entries, by where the file is
+        self._renamed: dict[str, int] = {}  # and by name, of rows that write it otherwise
         self._folders: dict[str, str] = {}
 
     def add(self, place: str, cells: Sequence[str | None]) -> None:
@@ -91,24 +93,22 @@ class _Rows:
         written = cells[0] or ""
         file = self._locate(written)
         label, said = self._labels(tuple(cells[1 : 1 + self._num_labels]))
-        said = [*self._image_problems(written, file), *said]
-        group = None if self._group is None else cells[self._group]
-        if self._group is not None and (group is None or group.lower() in MISSING_TEXTS):
-            said.append(f"no group in column {self._named['group']!r}; an image without one could be on both sides of the split")
-        place_in_file = {} if self._region is None else self._region_texts(cells)
-        said += region_problems(place_in_file)
-        split = None
+        if not written or (self._look and not os.path.lexists(file)):
+            said.insert(0, f"no such file: {file}" if written else f"no path in column {self._named['image']!r}")
+        group = split = region = None
+        if self._group is not None:
+            group = self._group_of(cells[self._group], said)
+        if self._region is not None:
+            region = self._region_of(cells, said)
         if self._split is not None:
             split = _SPLITS.get((cells[self._split] or "").lower())
             if split is None:
                 said.append(f"{cells[self._split]!r} in column {self._named['split']!r} is not train, val or test")
         if not said:
-            region = Region(*map(whole_number, place_in_file.values())) if place_in_file else None
-            name, located = named(_normal(written), region), named(self._located(file), region)
-            earlier = self._first.get(name, self._first.get(located))
+            name = named(_normal(written), region)
+            earlier = self._earlier(name, written, file, region)
             if earlier is None:
-                self._first[name] = self._first[located] = len(self.entries)
-                self.entries.append(Entry(Path(file), name, place, label, group, split, region))
+                self.entries.append(Entry(file, name, place, label, group, split, region))
                 return
             first = self.entries[earlier]
             other = f" with label {first.label!r}" if first.label != label else ""
@@ -116,15 +116,36 @@ class _Rows:
             said = [f"{name} is listed before, at {first.row}{other}; keep one row {what}"]
         self.problems += [Problem(text, place) for text in said]
 
-    def _region_texts(self, cells: Sequence[str | None]) -> dict[str | None, str]:
-        """x, y, width and height as written, by column."""
-        assert self._region is not None
-        return {self._named[key]: cell or "" for key, cell in zip(REGION_KEYS, cells[self._region :], strict=True)}
+    def _group_of(self, cell: str | None, said: list[str]) -> str | None:
+        if cell is None or cell.lower() in MISSING_TEXTS:
+            said.append(f"no group in column {self._named['group']!r}; an image without one could be on both sides of the split")
+            return cell
+        return self._groups.setdefault(cell, cell)
 
-    def _image_problems(self, written: str, file: str) -> list[str]:
-        if not written:
-            return [f"no path in column {self._named['image']!r}"]
-        return [f"no such file: {file}"] if self._look and not os.path.lexists(file) else []
+    def _region_of(self, cells: Sequence[str | None], said: list[str]) -> Region | None:
+        """From x, y, width and height as written; None where there are problems."""
+        texts: dict[str | None, str] = {self._named[key]: cell or "" for key, cell in zip(REGION_KEYS, cells[self._region :], strict=True)}
+        problems = list(region_problems(texts))
+        said += problems
+        return None if problems else Region(*map(whole_number, texts.values()))
+
+    def _earlier(self, name: str, written: str, file: str, region: Region | None) -> int | None:
+        """The position of the entry with this name or of this file; where there is none, the next entry is noted as it.
+
+        A name as written leads to its file, so only names that a row writes otherwise (`./1.png`) are kept beside the files.
+        """
+        located = named(self._located(file), region)
+        earlier = self._at.get(located)
+        if earlier is None and self._renamed:
+            earlier = self._renamed.get(name)
+        if name != named(written, region) and earlier is None:
+            plain = named(self._located(os.path.join(self._root, _normal(written))), region)
+            earlier = self._at.get(plain)
+            if earlier is None:
+                self._renamed[name] = len(self.entries)
+        if earlier is None:
+            self._at[located] = len(self.entries)
+        return earlier
 
     def _locate(self, written: str) -> str:
         """The file that a row names, from the manifest's folder. Backslashes are tried as separators where the name itself is not there."""
@@ -136,10 +157,11 @@ class _Rows:
 
         A file that is a link itself is left as it is, as a copy would be: stores of files by content link alike images to one file.
         """
-        folder, name = os.path.split(file)
+        folder, _, name = file.rpartition(os.sep)
         if folder not in self._folders:
-            self._folders[folder] = os.path.realpath(folder)
-        return f"{self._folders[folder]}/{name}"
+            self._folders[folder] = os.path.realpath(folder or os.sep)
+        real = self._folders[folder]
+        return file if real == folder else f"{real}/{name}"
 
 
 def _normal(written: str) -> str:
@@ -152,16 +174,17 @@ def _csv_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[P
     """Every row that is not blank, by its line; rows of another length than the header's are problems."""
     header: list[str] | None = None
     positions: list[int] = []
+    table = source.name
     for line, values in _csv_lines(source):
         if header is None:
-            header, positions = values, _find_columns(f"{source.name}:1", values, columns)
+            header, positions = values, _find_columns(f"{table}:1", values, columns)
         elif len(values) != len(header):
             text = f"{len(values)} fields where the header has {len(header)}; quote a value that holds a comma"
-            problems.append(Problem(text, f"{source.name}:{line}"))
+            problems.append(Problem(text, f"{table}:{line}"))
         else:
-            yield f"{source.name}:{line}", [values[position].strip() for position in positions]
+            yield f"{table}:{line}", [values[position].strip() for position in positions]
     if header is None:
-        _find_columns(f"{source.name}:1", [], columns)
+        _find_columns(f"{table}:1", [], columns)
 
 
 def _csv_lines(source: Path) -> Iterator[tuple[int, list[str]]]:

@@ -43,7 +43,7 @@ class Sample:
     """One image file, or a region of it, and what is known about it.
 
     Attributes:
-        path: where the file is.
+        file: where the file is, as text.
         label: index of the class; multilabel: 1.0 or 0.0 for each class; regress: the targets in their own units; None where the label is
             not known (prediction).
         row: the place for messages: `train.csv:17`, or the path.
@@ -52,12 +52,17 @@ class Sample:
         region: the part of the file that the sample is; None: all of it.
     """
 
-    path: Path
+    file: str | Path
     label: Target
     row: str
     group: str | None = None
     name: str = ""
     region: Region | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the file is. Made when it is asked for: with its parts it takes more than all the rest."""
+        return Path(self.file)
 
     @property
     def title(self) -> str:
@@ -407,7 +412,7 @@ def _check_groups(scans: Mapping[str, Scan]) -> None:
 def _to_dataset(scan: Scan, task: str, classes: tuple[str, ...]) -> Dataset:
     targets = targets_of((entry.label for entry in scan.entries), task, classes)
     samples = tuple(
-        Sample(entry.path, target, entry.row, entry.group, entry.name, entry.region)
+        Sample(entry.file, target, entry.row, entry.group, entry.name, entry.region)
         for entry, target in zip(scan.entries, targets, strict=True)
     )
     return Dataset(samples, classes, scan.ignored, dict(scan.skipped), scan.warnings, task)

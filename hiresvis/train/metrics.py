@@ -5,15 +5,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.functional import classification as tm
-from torchmetrics.functional import regression as tr
 
 THRESHOLD = 0.5  # multilabel: a class is predicted where its probability is at least this
 _IMBALANCE = 3.0  # largest class over smallest, above which accuracy hides the small ones
+
+
+class _Torchmetrics:
+    """A module of torchmetrics, imported with its first metric: 1.4 s and 90 MiB (most of it scipy.signal) that only evaluation needs."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, metric: str) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(import_module(f"torchmetrics.functional.{self._name}"), metric)
+        return found
+
+
+tm, tr = _Torchmetrics("classification"), _Torchmetrics("regression")
+
+
+def load() -> None:
+    """Imports now what metrics need, so that it is in the process's size when the memory of a run is measured."""
+    import_module("torchmetrics.functional")
 
 
 def accuracy(scores: Tensor, targets: Tensor) -> float:

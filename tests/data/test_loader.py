@@ -317,7 +317,7 @@ class TestEvaluation:
         """Both on the scale of 0 to 1."""
         deep = tmp_path / "deep.tif"
         tifffile.imwrite(deep, np.full((*SIZE, 3), 13107, np.uint16), photometric="rgb")
-        mixed = [samples[0], replace(samples[1], path=deep)]
+        mixed = [samples[0], replace(samples[1], file=deep)]
         (item,) = EvalLoader(mixed, PREPROCESS, max_pixels=10**6, batch=4)
         (alone,) = EvalLoader(mixed[:1], PREPROCESS, max_pixels=10**6, batch=4)
         assert item.images.dtype == torch.float32
