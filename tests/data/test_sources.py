@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,17 @@ class TestManifest:
         text = f"path,label\nimages/1.png,a\nimages/2.png,b\n{again.format(root=tmp_path)},a\n"
         with pytest.raises(DataError, match=r"^train\.csv:4  .*1\.png is listed before, at train\.csv:2; keep one row an image$"):
             load_datasets(write_table(tmp_path / "train.csv", text), 0.5)
+
+    def test_no_two_spellings_of_a_file_or_a_name_pass(self, tmp_path: Path) -> None:
+        """Whichever comes first; also where `..` behind a link leads to another file that would have the same name."""
+        empty_files(tmp_path, ["images/1.png", "far/off/x.png", "far/1.png", "1.png", "2.png"])
+        (tmp_path / "linked").symlink_to(tmp_path / "images")
+        (tmp_path / "there").symlink_to(tmp_path / "far" / "off")
+        one = ["images/1.png", "./images/1.png", "linked/1.png", "images\\1.png", "far/../images//1.png", str(tmp_path / "linked" / "1.png")]
+        for first, second in [*permutations(one, 2), *permutations(("1.png", "there/../1.png", "./1.png"), 2)]:
+            table = write_table(tmp_path / "t.csv", f"path,label\n2.png,b\n{first},a\n{second},b\n")
+            with pytest.raises(DataError, match=r"^t\.csv:4  .*1\.png is listed before, at t\.csv:3 with label 'a'; keep one row an image$"):
+                load_datasets(table, 0.5)
 
     def test_another_encoding_is_told_with_its_line(self, tmp_path: Path) -> None:
         """The line of the table, however far into the file, and not a byte of a block."""
