@@ -259,10 +259,10 @@ class TestManifest:
         empty_files(tmp_path, ["images/1.png", "far/off/x.png", "far/1.png", "1.png", "2.png"])
         (tmp_path / "linked").symlink_to(tmp_path / "images")
         (tmp_path / "there").symlink_to(tmp_path / "far" / "off")
-        one = ["images/1.png", "./images/1.png", "linked/1.png", "images\\1.png", "far/../images//1.png", str(tmp_path / "linked" / "1.png")]
+        one = ["images/1.png", "./images/1.png", "linked/1.png", "images\\1.png", "far/../images//1.png", f"{tmp_path}/linked/1.png"]
         for first, second in [*permutations(one, 2), *permutations(("1.png", "there/../1.png", "./1.png"), 2)]:
             table = write_table(tmp_path / "t.csv", f"path,label\n2.png,b\n{first},a\n{second},b\n")
-            with pytest.raises(DataError, match=r"^t\.csv:4  .*1\.png is listed before, at t\.csv:3 with label 'a'; keep one row an image$"):
+            with pytest.raises(DataError, match=r"^t\.csv:4  .*1\.png is listed before, at t\.csv:3 with label 'a'; keep one row"):
                 load_datasets(table, 0.5)
 
     def test_another_encoding_is_told_with_its_line(self, tmp_path: Path) -> None:
