@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
 from hiresvis.data.contract import examine, read_through, reads_the_same
 from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
 from hiresvis.data.decode import WHITE, open_image
-from hiresvis.data.findings import Finding, FindingStore
+from hiresvis.data.findings import CACHE_NAME, Finding, FindingStore
 from hiresvis.data.header import is_of_the_file
 from hiresvis.data.likeness import look_at
 from hiresvis.data.regions import named
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.data.transforms import Preprocess, Scale
 from hiresvis.errors import DataError, Problem
-from hiresvis.profiles import hash_sources
+from hiresvis.profiles import CACHE_FOLDER, hash_sources
 from hiresvis.units import format_duration
 
 _IN_LINE = 4  # files a thread has waiting
@@ -149,7 +149,13 @@ def check_steps(
             yield len(findings), total
     finally:
         store.close()
-    return _report(datasets, findings, preprocess, bad_images, fast)
+    report = _report(datasets, findings, preprocess, bad_images, fast)
+    return replace(report, notes=(_not_kept(cache_folder, store.off), *report.notes)) if cache_folder and store.off else report
+
+
+def _not_kept(folder: Path, why: str) -> Problem:
+    text = f"cannot be written ({why}): what was found is not kept, and the next check decodes these images again"
+    return Problem(f"{text}; mend or remove it, or set {CACHE_FOLDER} to another folder", str(folder / CACHE_NAME))
 
 
 def _name(sample: Sample) -> str:

@@ -2,7 +2,7 @@
 
 A small database (sqlite, from the standard library) in the cache folder: results are added in batches while files are looked at, so a
 check that is stopped loses seconds; two processes add to the same file in turn. A database that cannot be read is begun anew, and one
-that cannot be written is done without: what is lost is time.
+that cannot be written is done without: what is lost is time, and `FindingStore.off` says so.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hiresvis.data.header import Header
 from hiresvis.data.likeness import Look
+from hiresvis.run.files import reason
 
 CACHE_NAME = "checked.sqlite"
 _BATCH_S = 2.0
@@ -56,9 +57,14 @@ class Finding:
 
 
 class FindingStore:
-    """Findings by absolute path (of a region, with its place). Not shared between threads."""
+    """Findings by absolute path (of a region, with its place). Not shared between threads.
+
+    Attributes:
+        off: why nothing new is kept, once that is so; what is there is still read.
+    """
 
     def __init__(self, folder: Path | None) -> None:
+        self.off = ""
         self._path = None if folder is None else folder / CACHE_NAME
         self._new: dict[str, Finding] = {}
         self._written_at = time.monotonic()
@@ -86,10 +92,13 @@ class FindingStore:
     def write(self) -> None:
         """Writes what was added."""
         if self._database is not None and self._new:
-            with suppress(sqlite3.Error), self._database:
-                rows = [_row(path, finding) for path, finding in self._new.items()]
-                self._database.executemany("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-                self._database.execute("DELETE FROM findings WHERE rowid <= (SELECT max(rowid) FROM findings) - ?", [_MOST_ROWS])
+            rows = [_row(path, finding) for path, finding in self._new.items()]
+            try:
+                with self._database:
+                    self._database.executemany("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+                    self._database.execute("DELETE FROM findings WHERE rowid <= (SELECT max(rowid) FROM findings) - ?", [_MOST_ROWS])
+            except sqlite3.Error as error:
+                self.off = str(error)
         self._new = {}
         self._written_at = time.monotonic()
 
@@ -110,14 +119,19 @@ class FindingStore:
                 database = sqlite3.connect(self._path, timeout=_WAIT_S)
                 with database:
                     database.execute(_TABLE)
-                return database
-            except sqlite3.OperationalError:  # no such folder, or not writable
+            except sqlite3.OperationalError as error:  # not writable, or a folder in its place
+                self.off = str(error)
                 return None
-            except sqlite3.DatabaseError:  # damaged, or no database at all
+            except sqlite3.DatabaseError as error:  # damaged, or no database at all
+                self.off = str(error)
                 with suppress(OSError):
                     os.unlink(self._path)
-            except OSError:
+            except OSError as error:
+                self.off = reason(error)
                 return None
+            else:
+                self.off = ""
+                return database
         return None
 
 

@@ -326,6 +326,22 @@ class TestRegions:
 
 
 class TestCache:
+    def test_a_folder_that_cannot_be_used_is_told_once(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
+        """With the reason, as a note, for it is no fault of the data; everything is checked all the same. A usable one is silent."""
+        datasets = load_datasets(*folders)
+        (tmp_path / "file").touch()
+        (tmp_path / "other").mkdir()
+        with closing(sqlite3.connect(tmp_path / "other" / CACHE_NAME)) as database, database:
+            database.execute("CREATE TABLE findings (something TEXT)")
+        sound = check_datasets(datasets, max_pixels=LIMIT, cache_folder=tmp_path / "sound")
+        for folder, why in (("file", "file exists"), ("file/below", "not a directory"), ("other", "has 1 columns")):
+            report = check_datasets(datasets, max_pixels=LIMIT, cache_folder=tmp_path / folder)
+            (told,) = (note for note in report.notes if note not in sound.notes)
+            assert told.place == str(tmp_path / folder / CACHE_NAME)
+            assert why in told.message
+            assert "HIRESVIS_CACHE" in told.message
+            assert (report.errors, report.warnings, report.num_decoded) == (sound.errors, sound.warnings, sound.num_decoded)
+
     def check(self, datasets: Datasets, folder: Path, max_pixels: int = LIMIT, fast: bool = False) -> int:
         return len(check_datasets(datasets, max_pixels=max_pixels, cache_folder=folder, fast=fast).errors)
 
