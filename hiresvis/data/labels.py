@@ -173,6 +173,24 @@ def class_names(scan: Scan, train: Path, task: str, given: Sequence[str] | None,
     return names
 
 
+def refuse_flags_as_names(scan: Scan, train: Path, column: str | Sequence[str]) -> None:
+    """A single column of multilabel that holds 0 or 1 in every row: a yes or no, of which nobody wants two classes called 0 and 1.
+
+    Raises:
+        DataError: so it is.
+    """
+    labels = Counter(entry.label for entry in scan.entries)
+    if not isinstance(column, str) or not all(len(names := names_in(label)) == 1 and names[0].lower() in _FLAGS for label in labels):
+        return
+    counts = " and ".join(f"{names_in(label)[0]} in {number}" for label, number in sorted(labels.items(), key=lambda item: str(item[0])))
+    names = ", ".join(sorted(f'"{names_in(label)[0]}"' for label in labels))
+    text = (
+        f"column {column!r} says {counts} rows and no names; for a class {column!r} that is there or not, write data.label: [{column}]; "
+        f"for classes that are called so, data.classes: [{names}]"
+    )
+    raise DataError([Problem(text, str(train), "data.label")])
+
+
 def without_unseen(scan: Scan, split: str, classes: tuple[str, ...], unseen: str, findings: list[Problem], problems: list[Problem]) -> Scan:
     """The scan without the labels that train lacks; what they are goes to `findings` (drop) or `problems` (error)."""
     known = set(classes)

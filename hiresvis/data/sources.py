@@ -26,6 +26,7 @@ from hiresvis.data.labels import (
     constant_targets,
     label_text,
     mean_and_std,
+    refuse_flags_as_names,
     spread_of,
     targets_of,
     without_unseen,
@@ -209,6 +210,8 @@ def load_datasets(
         scans = {**scans, **_by_split_column(scans["train"], train, val, test, findings)}
     if not scans["train"].entries:
         raise DataError([Problem(f"holds no images{_skipped_text(scans['train'])}", str(train), "data.train")])
+    if task == "multilabel" and classes is None:
+        refuse_flags_as_names(scans["train"], train, label_column)
     names = class_names(scans["train"], train, task, classes, findings)
     is_drawn = "val" not in scans
     if is_drawn and held_out is not None:

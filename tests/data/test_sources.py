@@ -420,6 +420,19 @@ class TestOtherTasks:
         with pytest.raises(DataError, match=r"data\.classes lacks classes that train holds: a \(0 images\)"):
             load_datasets(train, 0.4, task="multilabel", label_column=["z", "a", "m"], classes=("m", "z"))
 
+    def test_a_column_of_flags_is_no_column_of_names(self, tmp_path: Path) -> None:
+        """Refused with both ways on, each of which works; a single joined, empty or other name makes names of all."""
+        rows = ["1.png,1", "2.png,0", "3.png,0", "4.png,1", "5.png,0"]
+        train = self.table(tmp_path, "path,flaw", rows)
+        wanted = r"data\.label  column 'flaw' says 0 in 3 and 1 in 2 rows and no names; .* data\.label: \[flaw\]; .*: \[\"0\", \"1\"\]$"
+        with pytest.raises(DataError, match=wanted):
+            load_datasets(train, 0.4, task="multilabel", label_column="flaw")
+        assert load_datasets(train, 0.4, task="multilabel", label_column=["flaw"]).classes == ("flaw",)
+        assert load_datasets(train, 0.4, task="multilabel", label_column="flaw", classes=("0", "1")).classes == ("0", "1")
+        for number, cell in enumerate(("0|1", "", "2")):
+            more = self.table(tmp_path, "path,flaw", [*rows, f"6.png,{cell}"], f"{number}.csv")
+            assert {"0", "1"} <= {*load_datasets(more, 0.4, task="multilabel", label_column="flaw").classes}
+
     def test_a_label_that_train_lacks_is_an_error_or_leaves_its_images_out(self, tmp_path: Path) -> None:
         """One unknown name among known ones is enough."""
         train = self.table(tmp_path, "path,label", ["1.png,a|b", "2.png,b"])
