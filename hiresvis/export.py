@@ -27,7 +27,7 @@ from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
 from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_onnx
-from hiresvis.resume import own_datasets
+from hiresvis.own_data import own_datasets
 from hiresvis.run.files import json_text, reason, sync
 from hiresvis.train.snapshot import save_weights
 from hiresvis.trained import Trained, open_run

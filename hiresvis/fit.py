@@ -30,23 +30,19 @@ from hiresvis.finish import Finish, command, eval_loader, passed_over_notices
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
+from hiresvis.own_data import fingerprints, keep_data, read_held_out, refuse_other_data
 from hiresvis.precheck import check_before_training
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
 from hiresvis.recipe.tasks import auto_loss
 from hiresvis.resume import (
-    SPLIT,
-    fingerprints,
     measured_json,
     plan_json,
-    read_held_out,
     read_plan,
     refuse_other_augmentation,
     refuse_other_classes,
     refuse_other_contract,
-    refuse_other_data,
     refuse_other_plan,
-    split_json,
     too_little_memory,
 )
 from hiresvis.run import RunDirectory
@@ -171,8 +167,7 @@ class _Run:
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
         self.folder.write_json("plan.json", stored)
-        if parts.datasets.is_drawn:
-            self.folder.write_text(SPLIT, split_json(parts.datasets))
+        keep_data(self.folder, parts.datasets)
         for event in self.early:
             self.folder.record(event)
         yield from self._train(parts, step, plan, settled, stored)
@@ -296,7 +291,8 @@ class _Run:
         datasets = assemble.read_datasets(loaded, self.resolution, held_out=held_out)
         if before is not None:
             refuse_other_classes(before, datasets.classes, loaded.run_dir)
-        refuse_other_data(data_before or {}, datasets, loaded.run_dir)
+        if self.folder is not None:
+            refuse_other_data(self.folder, data_before or {}, datasets)
         yield from passed_over_notices(datasets)
         if isinstance(loaded.recipe.train.batch, int):
             assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch)

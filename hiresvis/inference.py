@@ -17,10 +17,10 @@ from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
 from hiresvis.errors import DataError
+from hiresvis.own_data import own_datasets
 from hiresvis.predictions import predicted_row, table_columns
 from hiresvis.recipe import Resolution
 from hiresvis.results import split_result
-from hiresvis.resume import own_datasets
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split

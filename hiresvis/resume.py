@@ -1,31 +1,25 @@
-"""What a run keeps to be resumed by, beside its snapshot: plan.json, its split; and what a resume holds against
-it: data, contract, plan."""
+"""What a run keeps to be resumed by, beside its snapshot and its data: plan.json; and what a resume holds against it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis import assemble
 from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint
 from hiresvis.costing import Parts
 from hiresvis.data.augment import Augment, usable_library
 from hiresvis.data.contract import Contract
-from hiresvis.data.sources import Datasets
 from hiresvis.errors import RunFolderError
 from hiresvis.ladder import unit_rows
 from hiresvis.memory.plan import CheckpointPlan
-from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import LadderRow, to_json
 from hiresvis.train.finder import MeasuredPeak
 from hiresvis.units import format_size
 
 PLAN_FORMAT = 1
-SPLIT = "split.json"
 
 
 def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
@@ -66,67 +60,6 @@ def measured_json(plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence
         },
         "ladder": [to_json(row) for row in ladder],
     }
-
-
-def fingerprints(datasets: Datasets) -> dict[str, Any]:
-    """Of the splits that decide what is trained and which weights are best."""
-    return {"train": datasets.train.fingerprint(), "val": datasets.val.fingerprint()}
-
-
-def split_json(datasets: Datasets) -> str:
-    """split.json: the names held out for validation, where they were drawn. Names alone tell: the same seed draws others from more files.
-
-    Escaped, so that a file name in any encoding comes back as it was.
-    """
-    return json.dumps({"val": [sample.name for sample in datasets.val.samples]}, indent=1) + "\n"
-
-
-def read_held_out(run: RunDirectory) -> tuple[str, ...] | None:
-    """The names that the run drew for validation; None where it did not draw.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
-    path = run.path(SPLIT)
-    if not path.exists():
-        return None
-    found = run.read_json(SPLIT)
-    names = found.get("val") if isinstance(found, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RunFolderError(f"{path} cannot be used: no list of names under val; put it back as the run wrote it")
-    return tuple(names)
-
-
-def own_datasets(folder: Path, loaded: LoadedRecipe) -> Datasets:
-    """The data of a run with its own split: what it held out is held out, and no new draw of a source that has grown.
-
-    Args:
-        loaded: the run's resolved recipe.
-
-    Raises:
-        RunFolderError: no run, or its list of names is damaged.
-        DataError: the data cannot be read, or lacks images that were held out.
-    """
-    return assemble.read_datasets(loaded, Resolution(loaded), held_out=read_held_out(RunDirectory.open(folder)))
-
-
-def refuse_other_data(before: Mapping[str, Any], datasets: Datasets, folder: Path) -> None:
-    """Other images than those that the run was begun with.
-
-    Args:
-        before: fingerprints; empty where the run wrote none.
-
-    Raises:
-        RunFolderError: a split is another.
-    """
-    said = []
-    for name, now in fingerprints(datasets).items() if before else ():
-        then = before.get(name, now)
-        if then != now:
-            what = "as many, with other names or classes" if then["files"] == now["files"] else f"{now['files']} now"
-            said.append(f"data.{name}: {then['files']} files when the run was begun, {what}")
-    if said:
-        raise RunFolderError(f"{folder}: {'; '.join(said)}. Resume with the run's own data, or start a new run: log.dir=NEW_FOLDER")
 
 
 def refuse_other_augmentation(before: str | None, now: Augment | None, folder: Path) -> None:

@@ -77,8 +77,8 @@ def start(recipe: Path) -> dict[str, Any]:
     from hiresvis.data.augment import make_augment
     from hiresvis.data.loader import EvalLoader, TrainLoader
     from hiresvis.data.transforms import Pipeline, Preprocess
+    from hiresvis.own_data import fingerprints
     from hiresvis.recipe import Resolution, load_recipe
-    from hiresvis.resume import fingerprints
 
     done("imports")
     peak_of_imports = _peak_mib()

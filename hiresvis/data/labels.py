@@ -183,10 +183,10 @@ def refuse_flags_as_names(scan: Scan, train: Path, column: str | Sequence[str]) 
     if not isinstance(column, str) or not all(len(names := names_in(label)) == 1 and names[0].lower() in _FLAGS for label in labels):
         return
     counts = " and ".join(f"{names_in(label)[0]} in {number}" for label, number in sorted(labels.items(), key=lambda item: str(item[0])))
-    names = ", ".join(sorted(f'"{names_in(label)[0]}"' for label in labels))
+    classes = ", ".join(sorted(f'"{names_in(label)[0]}"' for label in labels))
     text = (
         f"column {column!r} says {counts} rows and no names; for a class {column!r} that is there or not, write data.label: [{column}]; "
-        f"for classes that are called so, data.classes: [{names}]"
+        f"for classes that are called so, data.classes: [{classes}]"
     )
     raise DataError([Problem(text, str(train), "data.label")])
 

@@ -6,6 +6,7 @@ plan.json               the memory plan             train.log       lines for pe
 contract.json           how pixels become input     predictions.csv the best weights, sample by sample
 weights/best.safetensors                            report.html
 snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
+samples.csv.gz          what was trained on         split.json      the names held out, where a share was drawn
 """
 
 from __future__ import annotations
@@ -153,7 +154,11 @@ class RunDirectory:
         Raises:
             EnvironmentFailed: the disk is full or not writable; the file's former content is intact.
         """
-        files.write_text(self.path(name), text)
+        return self.write_bytes(name, text.encode("utf-8"))
+
+    def write_bytes(self, name: str, content: bytes) -> Path:
+        """As `write_text`."""
+        files.write_bytes(self.path(name), content)
         return self.path(name)
 
     def write_json(self, name: str, value: Any) -> Path:

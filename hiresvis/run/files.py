@@ -15,6 +15,11 @@ from hiresvis.errors import EnvironmentFailed
 
 
 def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file under a temporary name, syncs it and renames it into place; the folder is made when missing.
 
     Raises:
@@ -23,8 +28,8 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with partial.open("wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)

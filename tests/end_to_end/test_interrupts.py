@@ -246,7 +246,8 @@ def test_resume_with_other_images_of_the_same_classes_is_refused(open_workshop, 
     one.rename(one.with_name("other.png"))
     done = work.fit(*setting, "--resume", ok=False)
     assert done.code == 6
-    assert "data.train: 8 files when the run was begun, as many, with other names or classes" in done.err
+    said = "data.train: 8 files when the run was begun, as many, with other names or classes: 1 new (red/other.png), 1 gone (red/000.png)."
+    assert said in done.err
     one.with_name("other.png").rename(one)
     moved = data.rename(tmp_path / "elsewhere")
     done = work.fit(*setting, f"data.train={moved}/train", f"data.val={moved}/val", "--resume")

@@ -216,7 +216,8 @@ def test_the_run_keeps_the_names_that_it_held_out(run, tmp_path, workshop_type):
     done = work("fit", work.recipe, f"log.dir={folder}", "--resume")
     assert done.code == 6
     num_train = NUM_IMAGES - len(held)
-    assert f"data.train: {num_train} files when the run was begun, {num_train + 40} now" in done.err
+    said = f"data.train: {num_train} files when the run was begun, {num_train + 40} now: 40 new (images/new0.png; images/new1.png; "
+    assert said in done.err
     (grown / "images" / Path(held[0]).name).unlink()
     write_rows(table, [list(rows[0]), *(list(row.values()) for row in rows if row["path"] != held[0])])
     done = run("evaluate", folder)
