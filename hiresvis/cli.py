@@ -213,6 +213,9 @@ def check(
 def evaluate(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
+    root: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the .csv may name images besides its own folder.", show_default=False)
+    ] = None,
     flips: Flips = False,
     as_json: Json = False,
 ) -> None:
@@ -220,10 +223,12 @@ def evaluate(
 
     --json: by split images, loss, metrics, intervals; to classify the calibration error, for multilabel the metrics at its thresholds.
     """
+    if root is not None and data is None:
+        raise typer.BadParameter("bounds the paths of the table that --data names; give that too", param_hint="--root")
     with _ending():
         from hiresvis.inference import evaluate as run_evaluate
 
-        found = run_evaluate(run, data=data, flips=flips)
+        found = run_evaluate(run, data=data, root=root, flips=flips)
         if as_json:
             _print_json(found)
         else:

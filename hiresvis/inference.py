@@ -32,10 +32,12 @@ _NOT_FINITE = "the run's weights give outputs that are not finite: training had 
 _EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
 
 
-def evaluate(run: Path, *, data: Path | None = None, flips: bool = False) -> dict[str, Any]:
+def evaluate(run: Path, *, data: Path | None = None, root: Path | None = None, flips: bool = False) -> dict[str, Any]:
     """Metrics of the best weights: of val and test, or of other labelled data.
 
     Args:
+        data: class folders, or a manifest with the run's columns.
+        root: a folder that the manifest may name files below, besides its own; None: the run's data.root.
         flips: each image is also seen mirrored, see `TrainStep.predict_with_flips`.
 
     Returns:
@@ -55,6 +57,7 @@ def evaluate(run: Path, *, data: Path | None = None, flips: bool = False) -> dic
             image_column=columns.image,
             label_column=columns.label,
             region_columns=None if data.is_dir() else columns.region,
+            root=trained.loaded.resolve_path(columns.root) if root is None and columns.root is not None else root,
             unseen=columns.unseen,
         )
         splits = {"data": found}

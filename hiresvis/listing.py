@@ -34,6 +34,7 @@ def read_datasets(
         split_column=data.split,
         group_column=data.group,
         region_columns=data.region,
+        root=None if data.root is None else loaded.resolve_path(data.root),
         classes=None if data.classes == "auto" else data.classes,
         seed=loaded.recipe.train.seed,
         unseen=data.unseen,

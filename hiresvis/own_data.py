@@ -1,6 +1,6 @@
 """What a run keeps of its data, and how it knows its own again.
 
-plan.json has a hash of each split: whether it is the same is known at once. `samples.csv.gz` has a row for each sample (split, name,
+plan.json has a hash of each split: whether it is the same is known at once. `samples.csv` has a row for each sample (split, name,
 label), so that a refusal can name what is new, gone or labelled otherwise, and people see what was trained on. `split.json` has the names
 that were held out, where a share was drawn: the same seed draws others from more files.
 """
@@ -8,10 +8,8 @@ that were held out, where a share was drawn: the same seed draws others from mor
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run import RunDirectory
 
 SPLIT = "split.json"
-SAMPLES = "samples.csv.gz"
+SAMPLES = "samples.csv"
 _COLUMNS = ["split", "name", "label"]
 _SHOWN = 3  # names in a message
 
@@ -36,7 +34,7 @@ def fingerprints(datasets: Datasets) -> dict[str, Any]:
 
 
 def keep_data(run: RunDirectory, datasets: Datasets) -> None:
-    """Writes samples.csv.gz and, where a share was drawn, split.json.
+    """Writes samples.csv and, where a share was drawn, split.json.
 
     Raises:
         EnvironmentFailed: the disk is full or not writable.
@@ -57,18 +55,18 @@ def _samples(datasets: Datasets) -> bytes:
     writer.writerow(_COLUMNS)
     for split, labels in _labels(datasets).items():
         writer.writerows([split, name, label] for name, label in labels.items())
-    return gzip.compress(table.getvalue().encode("utf-8", "surrogateescape"), compresslevel=1, mtime=0)
+    return table.getvalue().encode("utf-8", "surrogateescape")
 
 
 def _read_samples(run: RunDirectory) -> dict[str, Labels]:
     """What `keep_data` wrote; nothing where it is gone or damaged: then the counts have to do."""
     try:
-        text = gzip.decompress(run.path(SAMPLES).read_bytes()).decode("utf-8", "surrogateescape")
+        text = run.path(SAMPLES).read_bytes().decode("utf-8", "surrogateescape")
         header, *rows = csv.reader(io.StringIO(text, newline=""))
         found: dict[str, Labels] = {}
         for split, name, label in rows:
             found.setdefault(split, {})[name] = label
-    except (OSError, EOFError, zlib.error, ValueError, csv.Error):
+    except (OSError, ValueError, csv.Error):
         return {}
     return found if header == _COLUMNS else {}
 

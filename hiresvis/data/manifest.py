@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from hiresvis.data.bounds import Bounds
 from hiresvis.data.folders import Entry, Scan
 from hiresvis.data.labels import MISSING_TEXTS, SEPARATOR, LabelReader
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
@@ -40,12 +41,14 @@ def read_manifest(
     group_column: str | None,
     split_column: str | None,
     region_columns: Sequence[str] | None = None,
+    root: Path | None = None,
     look_for_files: bool = True,
 ) -> tuple[Scan, list[Problem]]:
     """The rows of a manifest, in their order, and every problem with its place: `t.csv:17` is a line, `t.parquet:row 17` counts from 1.
 
     Relative paths start at the manifest's folder. Nulls, NaN and, but for a multilabel list, empty labels are problems, not classes. A
-    file may be listed once, or with `region_columns` once for each of its regions.
+    file may be listed once, or with `region_columns` once for each of its regions. Files outside of the manifest's folder and `root` are
+    problems, and nothing is said of whether they are there.
 
     Args:
         source: .csv, .tsv or .parquet.
@@ -59,7 +62,7 @@ def read_manifest(
     wanted = {"image": (image_column,), "label": labels.columns, "group": (group_column,), "split": (split_column,)}
     columns = [(key, name) for key, names in wanted.items() for name in names if name is not None]
     columns += zip(REGION_KEYS, region_columns or (), strict=False)
-    rows = _Rows(source, columns, labels, look_for_files)
+    rows = _Rows(source, columns, labels, Bounds([source.parent, *([] if root is None else [root])]), look_for_files)
     if source.suffix.lower() == ".parquet":
         found_rows = _parquet_rows(source, columns, rows.problems, lists=labels.columns if labels.reads_names else ())
     else:
@@ -67,13 +70,14 @@ def read_manifest(
     with closing(found_rows) as found:
         for place, cells in found:
             rows.add(place, cells)
-    return Scan(tuple(rows.entries), labels.names), rows.problems
+    return Scan(tuple(rows.entries), labels.names), [*rows.bounds.problems(), *rows.problems]
 
 
 class _Rows:
     """The rows of one manifest, as they come."""
 
-    def __init__(self, source: Path, columns: Sequence[tuple[str, str]], labels: LabelReader, look_for_files: bool) -> None:
+    def __init__(self, source: Path, columns: Sequence[tuple[str, str]], labels: LabelReader, bounds: Bounds, look_for_files: bool) -> None:
+        self.bounds = bounds
         self.entries: list[Entry] = []
         self.problems: list[Problem] = []
         self._root, self._labels, self._look = str(source.parent), labels, look_for_files
@@ -93,8 +97,9 @@ class _Rows:
         written = cells[0] or ""
         file = self._locate(written)
         label, said = self._labels(tuple(cells[1 : 1 + self._num_labels]))
-        if not written or (self._look and not os.path.lexists(file)):
-            said.insert(0, f"no such file: {file}" if written else f"no path in column {self._named['image']!r}")
+        inside = "\0" in written or self.bounds.hold(place, written, file)
+        if not written or "\0" in written or (inside and self._look and not os.path.lexists(file)):
+            said.insert(0, f"no such file: {file}".replace("\0", "\\0") if written else f"no path in column {self._named['image']!r}")
         group = split = region = None
         if self._group is not None:
             group = self._group_of(cells[self._group], said)
@@ -104,7 +109,7 @@ class _Rows:
             split = _SPLITS.get((cells[self._split] or "").lower())
             if split is None:
                 said.append(f"{cells[self._split]!r} in column {self._named['split']!r} is not train, val or test")
-        if not said:
+        if inside and not said:
             name = named(_normal(written), region)
             earlier = self._earlier(name, written, file, region)
             if earlier is None:

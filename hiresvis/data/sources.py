@@ -170,6 +170,7 @@ def load_datasets(
     split_column: str | None = None,
     group_column: str | None = None,
     region_columns: Sequence[str] | None = None,
+    root: Path | None = None,
     classes: Sequence[str] | None = None,
     seed: int = 0,
     unseen: str = "error",
@@ -188,6 +189,7 @@ def load_datasets(
             `LabelReader`). Where `split_column` is given, the manifest `train` holds all splits, and a `val` that is a share applies only
             when no row says val.
         region_columns: columns of the manifests with x, y, width and height of the part of the file that a row means.
+        root: a folder that manifests may name files below, besides their own.
         classes: ordered class names; None: those found in `train`.
         seed: of the held-out share.
         unseen: "error" or "drop": what to do with labels of val and test that train lacks.
@@ -197,7 +199,7 @@ def load_datasets(
     Raises:
         DataError: with everything that was found, places and counts.
     """
-    reader = _Reader(task, image_column, label_column, group_column, region_columns, look_for_files)
+    reader = _Reader(task, image_column, label_column, group_column, region_columns, root, look_for_files)
     scans, unread = _read_sources(reader, {"train": train, "val": val, "test": test}, split_column)
     if unread:
         raise DataError(unread)
@@ -256,6 +258,7 @@ def load_dataset(
     image_column: str = "path",
     label_column: str | Sequence[str] = "label",
     region_columns: Sequence[str] | None = None,
+    root: Path | None = None,
     unseen: str = "error",
 ) -> Dataset:
     """Reads one labelled source against classes that are fixed already (the evaluate command).
@@ -263,7 +266,7 @@ def load_dataset(
     Raises:
         DataError: as `load_datasets`.
     """
-    scan = _Reader(task, image_column, label_column, None, region_columns, True).read(source, None)
+    scan = _Reader(task, image_column, label_column, None, region_columns, root, True).read(source, None)
     problems: list[Problem] = []
     findings: list[Problem] = []
     kept = without_unseen(scan, "data", tuple(classes), unseen, findings, problems)
@@ -305,6 +308,7 @@ class _Reader:
     label_column: str | Sequence[str]
     group_column: str | None
     region_columns: Sequence[str] | None
+    root: Path | None
     look_for_files: bool
 
     def read(self, source: Path, split_column: str | None) -> Scan:
@@ -337,6 +341,7 @@ class _Reader:
             group_column=self.group_column,
             split_column=split_column,
             region_columns=self.region_columns,
+            root=self.root,
             look_for_files=self.look_for_files,
         )
         if problems:

@@ -20,7 +20,7 @@ from hiresvis.recipe.values import shown, what
 from hiresvis.recipe.yamltext import Entry, Found, Node, Place
 
 # Keys whose text is a path (`package:NAME` and shares are not).
-PATH_KEYS = ("data.train", "data.val", "data.test", "model.pretrained", "model.init_from", "log.dir")
+PATH_KEYS = ("data.train", "data.val", "data.test", "data.root", "model.pretrained", "model.init_from", "log.dir")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ def _manifest_columns(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
                 name = ", ".join(name) if isinstance(name, tuple) else name
                 what = f"{name} names a manifest column, and data.train ({data.train}) is no .csv, .tsv or .parquet"
                 yield BrokenRule(f"data.{column}", f"{what}; give one, or delete this key", ("data.train", "data.val", "data.test"))
+        if data.root is not None and "data.root" in given:
+            what = f"{data.root} bounds the paths of manifests, and data.train ({data.train}) is no .csv, .tsv or .parquet"
+            yield BrokenRule("data.root", f"{what}; give one, or delete this key", ("data.train", "data.val", "data.test"))
         return
     columns: dict[str, str] = {}
     for column in ("image", "label", "split", "group", "region"):

@@ -35,6 +35,9 @@ class Data(Section):
         0.15, "Like train; or the share of the training images to hold out: stratified, by group, seeded."
     )
     test: Annotated[str | None, values.text(nullable=True)] = _key(None, "Like train; used once, at the end.")
+    root: Annotated[str | None, values.text(nullable=True)] = _key(
+        None, "A folder that manifests may name images below, besides their own; paths that leave both are refused."
+    )
     image: Annotated[str, values.text()] = _key("path", "Manifest column with the image paths.")
     label: Annotated[str | tuple[str, ...], structures.text_or_names()] = _key(
         "label",

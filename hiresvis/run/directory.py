@@ -6,7 +6,7 @@ plan.json               the memory plan             train.log       lines for pe
 contract.json           how pixels become input     predictions.csv the best weights, sample by sample
 weights/best.safetensors                            report.html
 snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
-samples.csv.gz          what was trained on         split.json      the names held out, where a share was drawn
+samples.csv             what was trained on         split.json      the names held out, where a share was drawn
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ FILES = {
     "train.log",
     "predictions.csv",
     "report.html",
+    "samples.csv",
     "weights/best.safetensors",
     "weights/last.safetensors",
 }
@@ -187,19 +188,28 @@ def test_evaluate_of_other_data_gives_the_same_digits_for_the_same_images(traine
 
 
 def test_evaluate_repeats_a_held_out_share_and_reads_tables_by_the_run_s_column_names(workshop):
-    """The share is drawn again from the run's seed; a manifest by --data has the columns that the recipe named."""
+    """The share is drawn again from the run's seed; a manifest by --data has the columns that the recipe named, and may name files where
+    the recipe said, or where --root says."""
     rows = [(path, path.parent.name) for path in sorted(workshop.data.glob("train/*/*.png"))]
     table, other = workshop.folder / "train.csv", workshop.folder / "other.csv"
     for target in (table, other):
         target.write_text("file,kind\n" + "".join(f"{path},{kind}\n" for path, kind in rows))
     columns = ("data.image=file", "data.label=kind")
-    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", *columns, "train.epochs=1", "train.seed=3")
+    setting = (f"data.train={table}", "data.val=0.25", "data.test=null", *columns, "train.epochs=1", "train.seed=3")
+    assert f"data.root: {workshop.data}/train " in workshop.fit(*setting, ok=False).err
+    workshop.fit(*setting, f"data.root={workshop.data}")
     (told,) = workshop.events("evaluated")
     wanted = {"images": 4, "loss": told["loss"], **told["metrics"]}
     assert workshop("evaluate", workshop.path(""), "--json").json["val"].items() >= wanted.items()
     done = workshop("evaluate", workshop.path(""), "--data", other, "--json")
     assert done.code == 0, done.err
     assert done.json["data"]["images"] == 16
+    resolved = workshop.path("recipe.resolved.yaml")
+    resolved.write_text(resolved.read_text().replace(f"root: {workshop.data}", "root: null"))
+    refused = workshop("evaluate", workshop.path(""), "--data", other)
+    assert refused.code == 3
+    assert "16 paths leave " in refused.err
+    assert workshop("evaluate", workshop.path(""), "--data", other, "--root", workshop.data, "--json").json == done.json
 
 
 def test_predict_names_classes_of_files_it_never_saw(trained, tmp_path):

@@ -317,7 +317,7 @@ def test_columns_of_flags_train_like_lists_of_names(tables, workshop_type, tmp_p
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "flags.parquet")
     write_rows(tmp_path / "list.csv", [["path", "tags"], *([str(tables / row["path"]), row["tags"]] for row in rows)])
     work = workshop_type(tmp_path / "work", tmp_path, RECIPES["multilabel"])
-    setting = ("train.epochs=1", "train.batch=24", "data.classes=[red, green, blue]")
+    setting = ("train.epochs=1", "train.batch=24", "data.classes=[red, green, blue]", f"data.root={tables}")
     work.fit(*setting, f"data.train={tmp_path / 'list.csv'}", name="list")
     work.fit(*setting, f"data.train={tmp_path / 'flags.parquet'}", "data.label=[red, green, blue]", name="flags")
     first, second = (work.events("evaluated", name) for name in ("list", "flags"))

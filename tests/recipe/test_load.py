@@ -264,6 +264,7 @@ def test_places_are_kept_for_later_findings(load):
         ("data: {train: d.csv, split: s, val: v}", "data.val", "beside data.split"),
         ("data: {train: d, val: d}", "data.val", "is data.train as well"),
         ("data: {train: d, region: [x, y, w, h]}", "data.region", "x, y, w, h names a manifest column, and data.train (d) is no .csv"),
+        ("data: {train: d, root: /data}", "data.root", "/data bounds the paths of manifests, and data.train (d) is no .csv"),
         ("data: {train: d.csv, region: [x, y, w, label]}", "data.region", "label is also the column of data.label"),
         ("data: {train: d, overlap: 12.5%}", "data.overlap", "12.5% beside data.fit: resize"),
         ("train: {batch: 4}\nmemory: {micro_batch: 5}", "memory.micro_batch", "5 is above train.batch, 4"),
