@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ import numpy as np
 
 from hiresvis.data.cache import ImageCache, digest_of, file_state, surroundings
 from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
-from hiresvis.data.contract import examine, read_through, reads_the_same
+from hiresvis.data.contract import examine, hold_to_range, read_through, reads_the_same
 from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
-from hiresvis.data.decode import WHITE, open_image
+from hiresvis.data.decode import WHITE, OpenedImage, decode, open_image
 from hiresvis.data.findings import CACHE_NAME, Finding, FindingStore
 from hiresvis.data.header import is_of_the_file
-from hiresvis.data.likeness import look_at
+from hiresvis.data.likeness import Look, LookInParts, look_at
 from hiresvis.data.regions import named
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.data.transforms import Preprocess, Scale
@@ -198,8 +199,8 @@ class _Looker:
         """What samples of one file are found to be; a file that is read as a whole is read once, whatever the number of its regions."""
         path, preprocess, findings = together[0].path, self.preprocess, list[Finding]()
         background = WHITE if preprocess is None else preprocess.background
-        state = file_state(path)
-        read, digest = False, digest_of(path) if decoded else None
+        state, digest = file_state(path), digest_of(path) if decoded else None
+        whole = cache(partial(decode, path, max_pixels=self.max_pixels, background=background))
         for sample in together:
             header, look = None, None
             try:
@@ -207,17 +208,29 @@ class _Looker:
                     header = image.header
                     if preprocess is not None:
                         examine(image, preprocess, path)
-                    if decoded and not read:
-                        array = read_through(image, preprocess, path)
-                        read = header.format != "TIFF"
-                        if array is not None and sample.region is None:
-                            look = look_at(array, Scale() if preprocess is None else preprocess.scale)
+                    if decoded:
+                        array, look = self._read(image, sample, whole)
                         if self.copies is not None and preprocess is not None and array is not None and reads_the_same(image, preprocess):
                             self.copies.fill(path, preprocess, array, state, digest, max_pixels=self.max_pixels, region=sample.region)
                 findings.append(Finding(key, header, None, digest, look))
             except DataError as error:
                 findings.append(Finding(key if is_of_the_file(error) else "", header, error.reason))
         return findings
+
+    def _read(self, image: OpenedImage, sample: Sample, whole: Callable[[], np.ndarray]) -> tuple[np.ndarray | None, Look]:
+        """All pixels of a sample, where they are read as one, and what it looks like.
+
+        Args:
+            whole: decodes the file, at its first call.
+        """
+        scale = Scale() if self.preprocess is None else self.preprocess.scale
+        if image.header.format == "TIFF" or sample.region is None:
+            parts = LookInParts(image.size, scale)
+            array = read_through(image, self.preprocess, sample.path, parts.add)
+            return array, parts.look() if array is None else look_at(array, scale)
+        array = np.ascontiguousarray(whole()[sample.region.slices])
+        hold_to_range(array, self.preprocess, sample.path)
+        return array, look_at(array, scale)
 
 
 def _question(max_pixels: int, preprocess: Preprocess | None) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hiresvis.data.decode import OpenedImage, open_image
-from hiresvis.data.regions import Region
+from hiresvis.data.regions import Region, Size
 from hiresvis.data.transforms import OVERLAP, Preprocess, Scale
 from hiresvis.errors import DataError, Problem, RunFolderError
 
@@ -154,8 +154,13 @@ def examine(image: OpenedImage, preprocess: Preprocess, path: Path) -> None:
     image.check_size(preprocess.draft_px, preprocess.image_size if preprocess.in_windows else None)
 
 
-def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) -> np.ndarray | None:
+def read_through(
+    image: OpenedImage, preprocess: Preprocess | None, path: Path, on_part: Callable[[Region, np.ndarray], None] | None = None
+) -> np.ndarray | None:
     """Decodes all that may be read of the image, one part after another, and holds it to the model's number range, where that is known.
+
+    Args:
+        on_part: called with each part and its place where there are several.
 
     Returns:
         the pixels, where they are read as one.
@@ -163,13 +168,29 @@ def read_through(image: OpenedImage, preprocess: Preprocess | None, path: Path) 
     Raises:
         DataError: damage, or values outside the range, with the path.
     """
-    whole = None
-    for number, array in enumerate(_all_arrays(image, preprocess)):
-        if preprocess is not None:
-            with _naming(path):
-                preprocess.scale.check(array)
-        whole = None if number else array
-    return whole
+    if preprocess is None or not (image.tiled and preprocess.in_windows):
+        # A JPEG in full: its draft would show less of what is wrong with it. Of a pyramid the level that will be read.
+        array = image.read(preprocess.draft_px if preprocess is not None and image.header.format == "TIFF" else None)
+        hold_to_range(array, preprocess, path)
+        return array
+    places = _blocks(image.size)  # a random window may be anywhere
+    for place in places:
+        array = image.read_window(place)
+        hold_to_range(array, preprocess, path)
+        if on_part is not None and len(places) > 1:
+            on_part(place, array)
+    return array if len(places) == 1 else None
+
+
+def hold_to_range(array: np.ndarray, preprocess: Preprocess | None, path: Path) -> None:
+    """Whether the values are within the model's number range, where that is known.
+
+    Raises:
+        DataError: they are not, with the path.
+    """
+    if preprocess is not None:
+        with _naming(path):
+            preprocess.scale.check(array)
 
 
 def reads_the_same(image: OpenedImage, preprocess: Preprocess) -> bool:
@@ -177,15 +198,13 @@ def reads_the_same(image: OpenedImage, preprocess: Preprocess) -> bool:
     return not preprocess.in_windows and (image.header.format == "TIFF" or not image.is_reduced(preprocess.draft_px))
 
 
-def _all_arrays(image: OpenedImage, preprocess: Preprocess | None) -> Iterator[np.ndarray]:
-    if preprocess is None or not (image.tiled and preprocess.in_windows):
-        # A JPEG in full: its draft would show less of what is wrong with it. Of a pyramid the level that will be read.
-        yield image.read(preprocess.draft_px if preprocess is not None and image.header.format == "TIFF" else None)
-        return
-    height, width = image.size  # a random window may be anywhere
-    for top in range(0, height, _BLOCK_PX):
-        for left in range(0, width, _BLOCK_PX):
-            yield image.read_window(Region(left, top, min(_BLOCK_PX, width - left), min(_BLOCK_PX, height - top)))
+def _blocks(size: Size) -> list[Region]:
+    height, width = size
+    return [
+        Region(left, top, min(_BLOCK_PX, width - left), min(_BLOCK_PX, height - top))
+        for top in range(0, height, _BLOCK_PX)
+        for left in range(0, width, _BLOCK_PX)
+    ]
 
 
 def _preprocessed(preprocess: Preprocess, array: np.ndarray, path: Path) -> np.ndarray:

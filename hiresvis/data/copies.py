@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiresvis.data.cache import digest_of
-from hiresvis.data.census import place_of
+from hiresvis.data.census import place_of, shown_sizes
 from hiresvis.data.findings import Finding
 from hiresvis.data.likeness import group_alike
 from hiresvis.data.regions import Region
@@ -83,11 +83,12 @@ def regions_apart(rows: Sequence[Row]) -> list[Problem]:
 
 
 def look_alikes(rows: Sequence[Row], same: Sequence[Copies]) -> tuple[Copies, ...]:
-    """Images that look alike. Of files with the same bytes the first of each split stands for all."""
+    """Images that look alike. Of files with the same bytes the first of each split stands for all; regions of one file are not told, for
+    they may well overlap."""
     spare = {id(sample) for copies in same for sample in _beside_the_first(copies)}
     chosen = [row for row in rows if row[2].look is not None and id(row[1]) not in spare]
-    looks = [(finding.look.signature, finding.header.shown_size) for _, _, finding in chosen if finding.look and finding.header]
-    groups = group_alike([signature for signature, _ in looks], [height / width for _, (height, width) in looks])
+    sizes = shown_sizes([sample for _, sample, _ in chosen], [finding for _, _, finding in chosen])
+    groups = group_alike([finding.look.signature for _, _, finding in chosen if finding.look], [height / width for height, width in sizes])
     found = [Copies(tuple((chosen[index][0], chosen[index][1]) for index in group)) for group in groups]
     digests = {id(sample): finding.digest for _, sample, finding in chosen}
     return tuple(copies for copies in found if len({digests[id(sample)] for _, sample in copies.members}) > 1)

@@ -41,7 +41,7 @@ class Finding:
         header: None where it cannot be read.
         error: what is wrong with the file, None for nothing.
         digest: of all the file's bytes; None where nothing was decoded.
-        look: of its pixels; None also where it was read in parts, and for regions.
+        look: of its pixels.
     """
 
     key: str

@@ -6,7 +6,7 @@ their frame, and what is left is the image's own. Its hash are 128 bits, whether
 and the next below. Two images are compared where 16 bits in a row agree, within a window where thousands share them, so the work grows
 with the number of images and not with its square. They are alike when size, colour and the levels agree.
 
-Bounds: pictures that are turned, mirrored or cut otherwise are not found. Regions of a file, and images read in parts, are not compared.
+Bounds: pictures that are turned, mirrored or cut otherwise are not found. A region is compared as the image that it is.
 Of images that are blank at 16 x 16, or that differ from the average of all by no more than what saving them again does, nothing can be
 said, and nothing is.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hiresvis.data.regions import Region, Size
 from hiresvis.data.transforms import Scale, resize
 
 SIDE = 16
@@ -52,16 +53,66 @@ class Look:
 
 def look_at(array: np.ndarray, scale: Scale) -> Look:
     """The look of an image (height, width, channels) of any of the decoder's types; `scale` says what is black and what is white."""
-    step = max(1, int((array.shape[0] * array.shape[1] / _SAMPLED_VALUES) ** 0.5))
-    sampled = _levels(array[::step, ::step], scale)
+    step = _step(array.shape[:2])
+    spread = _spread(_levels(array[::step, ::step], scale), bool((array == array[0, 0]).all()))
+    return Look(_signature(_levels(resize(array, SIDE, SIDE), scale)), spread)
+
+
+class LookInParts:
+    """The look of an image that is read in parts, which are let go.
+
+    Args:
+        size: (height, width) of the whole.
+    """
+
+    def __init__(self, size: Size, scale: Scale) -> None:
+        self._size, self._scale, self._step = size, scale, _step(size)
+        self._sums: list[np.ndarray] = []  # by channel, of what of each pixel is in each of 16 x 16 areas
+        self._sampled: list[np.ndarray] = []
+        self._first: np.ndarray | None = None
+        self._one_colour = True
+
+    def add(self, place: Region, array: np.ndarray) -> None:
+        """One part (height, width, channels) and where it is."""
+        channels = array.shape[2]
+        if self._first is None:
+            self._first, self._sums = array[0, 0].copy(), [np.zeros((SIDE, SIDE)) for _ in range(channels)]
+        self._one_colour = self._one_colour and bool((array == self._first).all())
+        sampled = _levels(array[-place.y % self._step :: self._step, -place.x % self._step :: self._step], self._scale)
+        self._sampled.append(sampled.reshape(-1, 1, channels))
+        rows, columns = (_shares(*axis) for axis in zip((place.y, place.x), place.size, self._size, strict=True))
+        for channel, sums in enumerate(self._sums):
+            sums += rows @ _levels(array[..., channel : channel + 1], self._scale)[..., 0] @ columns.T
+
+    def look(self) -> Look:
+        """Of all parts together."""
+        areas = np.stack(self._sums, axis=2) * (SIDE * SIDE / (self._size[0] * self._size[1]))
+        return Look(_signature(areas), _spread(np.concatenate(self._sampled), self._one_colour))
+
+
+def _shares(start: int, length: int, side: int) -> np.ndarray:
+    """(16, length): how much of each pixel of an axis, from `start`, is in each sixteenth of it."""
+    ends = np.arange(SIDE + 1)[:, None] * (side / SIDE)
+    pixels = np.arange(start, start + length)
+    return np.clip(np.minimum(ends[1:], pixels + 1) - np.maximum(ends[:-1], pixels), 0, None).astype(np.float32)
+
+
+def _step(size: Size) -> int:
+    return max(1, int((size[0] * size[1] / _SAMPLED_VALUES) ** 0.5))
+
+
+def _spread(sampled: np.ndarray, one_colour: bool) -> float:
     low, high = np.percentile(sampled, _TRIMMED, axis=(0, 1))
     spread = float((high - low).max()) / 255
     if spread == 0:  # of one colour, or with a few other pixels
-        spread = 0.0 if (array == array[0, 0]).all() else BLANK_SPREAD / 2
-    areas = _levels(resize(array, SIDE, SIDE), scale)
+        spread = 0.0 if one_colour else BLANK_SPREAD / 2
+    return round(spread, 4)
+
+
+def _signature(areas: np.ndarray) -> bytes:
     quarters = areas.reshape(2, SIDE // 2, 2, SIDE // 2, -1).mean(axis=(1, 3))
     colours = quarters[..., np.arange(3) % min(3, quarters.shape[2])]
-    return Look(np.rint(np.concatenate([areas.mean(axis=2).ravel(), colours.ravel()])).astype(np.uint8).tobytes(), round(spread, 4))
+    return np.rint(np.concatenate([areas.mean(axis=2).ravel(), colours.ravel()])).astype(np.uint8).tobytes()
 
 
 def _levels(array: np.ndarray, scale: Scale) -> np.ndarray:

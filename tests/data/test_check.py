@@ -36,6 +36,12 @@ def check_datasets(datasets: Datasets, *, progress: Callable[[int, int], None] |
     return finished(check_steps(datasets, **options), progress)
 
 
+def scene(seed: int, size: tuple[int, int]) -> np.ndarray:
+    """Smooth shapes of random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(colours).resize(size[::-1], Image.Resampling.BICUBIC)).copy()
+
+
 def messages(problems: Iterable[Problem]) -> str:
     return "\n".join(map(str, problems))
 
@@ -308,6 +314,26 @@ class TestRegions:
 
         assert [check(rows), check(rows), check([*rows, "p.png,a,44,44,20,20"])] == [1, 1, 2]
 
+    def test_regions_are_compared_as_the_images_that_they_are(self, tmp_path: Path) -> None:
+        """With one of another file, saved anew there, in whatever way the file is read; not with those of the same file. Blank ones are
+        told."""
+        array = scene(5, (600, 800))
+        array[440:, 640:] = 255
+        Image.fromarray(array).save(tmp_path / "p.png")
+        tifffile.imwrite(tmp_path / "t.tif", array, photometric="rgb", tile=(64, 64))
+        Image.fromarray(array[100:300, 200:500]).save(tmp_path / "part.jpg", quality=70)
+        train = self.table(
+            tmp_path, ["p.png,a,200,100,300,200", "p.png,b,203,100,300,200", "p.png,b,640,440,160,160", "p.png,a,0,300,300,200"]
+        )
+        val = self.table(tmp_path, ["part.jpg,a,0,0,300,200", "t.tif,b,0,300,300,200"], "v.csv")
+        datasets = load_datasets(train, val, region_columns=("x", "y", "w", "h"))
+        for preprocess in (None, Preprocess((96, 96)), Preprocess((96, 96), "crop")):
+            report = check_datasets(datasets, max_pixels=LIMIT, preprocess=preprocess)
+            assert not report.errors
+            found = [[sample.row for _, sample in copies.members] for copies in report.look_alikes]
+            assert sorted(map(sorted, found)) == [["t.csv:2", "t.csv:3", "v.csv:2"], ["t.csv:5", "v.csv:3"]]
+            assert [place["row"] for place in report.splits["train"]["blank"]] == ["t.csv:4"]
+
     def test_damage_in_a_tile_is_an_error_of_the_regions_that_touch_it(self, tmp_path: Path) -> None:
         """The other regions of the file are sound, and stay so."""
         rng = np.random.default_rng(0)
@@ -323,6 +349,20 @@ class TestRegions:
         datasets = load_datasets(train, val, region_columns=("x", "y", "w", "h"))
         report = check_datasets(datasets, max_pixels=LIMIT)
         assert [problem.place for problem in report.errors] == ["t.csv:3", "v.csv:2"]
+
+
+def test_a_tiled_image_of_which_windows_are_read_is_compared_as_well(tmp_path: Path, save_image: Callable[..., Path]) -> None:
+    """With a smaller copy in another format, though no part of it is ever the whole."""
+    for split, label in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+        save_image(tmp_path / split / label / "other.png", seed=len(label + split) + ord(label), size=(60, 80))
+    array = scene(3, (2100, 2800))
+    tifffile.imwrite(tmp_path / "train" / "a" / "slide.tif", array, photometric="rgb", tile=(256, 256), compression="zlib")
+    Image.fromarray(array).resize((800, 600)).save(tmp_path / "val" / "b" / "small.jpg")
+    datasets = load_datasets(tmp_path / "train", tmp_path / "val")
+    for fit in ("crop", "tile"):
+        report = check_datasets(datasets, max_pixels=LIMIT, preprocess=Preprocess((64, 64), fit))
+        (alike,) = report.look_alikes
+        assert {sample.path.name for _, sample in alike.members} == {"slide.tif", "small.jpg"}
 
 
 class TestCache:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hiresvis.data.likeness import SIDE, Look, group_alike, look_at
+from hiresvis.data.likeness import SIDE, Look, LookInParts, group_alike, look_at
+from hiresvis.data.regions import Region
 from hiresvis.data.transforms import Scale, resize
 
 
@@ -91,6 +92,42 @@ def test_look_is_the_same_in_every_type(dtype: Any, channels: int) -> None:
     look = look_at(deep, Scale("range", 0, 4095) if dtype == np.uint16 else Scale())
     assert np.abs(np.frombuffer(look.signature, np.uint8).astype(int) - expected).max() <= 2
     assert look.spread == pytest.approx(look_at(plain, Scale()).spread, abs=0.02)
+
+
+def in_parts(array: np.ndarray, scale: Scale, side: int) -> Look:
+    look = LookInParts(array.shape[:2], scale)
+    for top in range(0, array.shape[0], side):
+        for left in range(0, array.shape[1], side):
+            part = array[top : top + side, left : left + side]
+            look.add(Region(left, top, part.shape[1], part.shape[0]), part)
+    return look.look()
+
+
+@pytest.mark.parametrize("size", [(640, 512), (1301, 977), (258, 2111)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_parts_look_like_the_whole(size: tuple[int, int], dtype: Any) -> None:
+    """Whatever is left for the last ones; and a copy saved anew is found, though one was read in parts and the other whole."""
+    arrays = [scene(seed, size) if dtype == np.uint8 else scene(seed, size).astype(np.uint16) * 16 for seed in range(20)]
+    scale = Scale() if dtype == np.uint8 else Scale("range", 0, 4095)
+    looks = [in_parts(array, scale, 256) for array in arrays]
+    for look, array in zip(looks, arrays, strict=True):
+        known = look_at(array, scale)
+        levels = (np.frombuffer(one.signature, np.uint8).astype(int) for one in (look, known))
+        assert np.abs(next(levels) - next(levels)).max() <= 1
+        assert look.spread == pytest.approx(known.spread, abs=0.01)
+    anew = [look_at(as_jpeg(resize(scene(seed, size), size[0] // 2, size[1] // 2), 60), Scale()) for seed in range(20)]
+    found = group_alike([look.signature for look in (*looks, *anew)], [size[0] / size[1]] * 40)
+    assert found == [(number, 20 + number) for number in range(20)]
+
+
+def test_one_colour_in_parts_has_no_contrast_and_a_speck_next_to_none() -> None:
+    """As in one piece, also where each part is of one colour by itself."""
+    array = np.full((300, 600, 1), 30, np.uint8)
+    assert in_parts(array, Scale(), 64).spread == 0
+    array[130, 130] = 255
+    assert 0 < in_parts(array, Scale(), 64).spread <= 0.02
+    array[:, 320:] = 200
+    assert in_parts(array, Scale(), 64).spread > 0.5
 
 
 def test_one_colour_has_no_contrast_and_a_speck_next_to_none() -> None:
