@@ -25,6 +25,7 @@ SIDE = 16
 BLANK_SPREAD = 0.02  # of the range from black to white
 _SAMPLED_VALUES = 250_000
 _TRIMMED = (0.25, 99.75)  # percentiles between which a blank image has hardly any contrast: a speck of dust does not count
+_CELL_PX = 4  # of an image read in parts: what is averaged at once
 _WINDOW = 48
 _CHUNK = 50_000
 # Measured on panels and photos saved again (JPEG quality 40 to 95, sizes 0.5 to 1.1): correlation 0.99 and more, levels within 0.10 of
@@ -67,7 +68,7 @@ class LookInParts:
 
     def __init__(self, size: Size, scale: Scale) -> None:
         self._size, self._scale, self._step = size, scale, _step(size)
-        self._sums: list[np.ndarray] = []  # by channel, of what of each pixel is in each of 16 x 16 areas
+        self._sums: list[np.ndarray] = []  # by channel, of the pixels in each of 16 x 16 areas
         self._sampled: list[np.ndarray] = []
         self._first: np.ndarray | None = None
         self._one_colour = True
@@ -80,9 +81,11 @@ class LookInParts:
         self._one_colour = self._one_colour and bool((array == self._first).all())
         sampled = _levels(array[-place.y % self._step :: self._step, -place.x % self._step :: self._step], self._scale)
         self._sampled.append(sampled.reshape(-1, 1, channels))
-        rows, columns = (_shares(*axis) for axis in zip((place.y, place.x), place.size, self._size, strict=True))
+        cells = _levels(resize(array, *(-(-side // _CELL_PX) for side in place.size)), self._scale)
+        rows = _shares(place.y, place.height, cells.shape[0], self._size[0])
+        columns = _shares(place.x, place.width, cells.shape[1], self._size[1])
         for channel, sums in enumerate(self._sums):
-            sums += rows @ _levels(array[..., channel : channel + 1], self._scale)[..., 0] @ columns.T
+            sums += rows @ cells[..., channel] @ columns.T
 
     def look(self) -> Look:
         """Of all parts together."""
@@ -90,11 +93,11 @@ class LookInParts:
         return Look(_signature(areas), _spread(np.concatenate(self._sampled), self._one_colour))
 
 
-def _shares(start: int, length: int, side: int) -> np.ndarray:
-    """(16, length): how much of each pixel of an axis, from `start`, is in each sixteenth of it."""
+def _shares(start: int, length: int, cells: int, side: int) -> np.ndarray:
+    """(16, cells): how many pixels of each of the cells of `length` px from `start` are in each sixteenth of an axis."""
     ends = np.arange(SIDE + 1)[:, None] * (side / SIDE)
-    pixels = np.arange(start, start + length)
-    return np.clip(np.minimum(ends[1:], pixels + 1) - np.maximum(ends[:-1], pixels), 0, None).astype(np.float32)
+    borders = start + np.arange(cells + 1) * (length / cells)
+    return np.clip(np.minimum(ends[1:], borders[1:]) - np.maximum(ends[:-1], borders[:-1]), 0, None).astype(np.float32)
 
 
 def _step(size: Size) -> int:
