@@ -81,7 +81,7 @@ class LookInParts:
         self._one_colour = self._one_colour and bool((array == self._first).all())
         sampled = _levels(array[-place.y % self._step :: self._step, -place.x % self._step :: self._step], self._scale)
         self._sampled.append(sampled.reshape(-1, 1, channels))
-        cells = _levels(resize(array, *(-(-side // _CELL_PX) for side in place.size)), self._scale)
+        cells = _levels(resize(array, -(-place.height // _CELL_PX), -(-place.width // _CELL_PX)), self._scale)
         rows = _shares(place.y, place.height, cells.shape[0], self._size[0])
         columns = _shares(place.x, place.width, cells.shape[1], self._size[1])
         for channel, sums in enumerate(self._sums):
