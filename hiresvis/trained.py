@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from hiresvis.data.contract import Contract
 from hiresvis.errors import RunFolderError
 from hiresvis.recipe import LoadedRecipe, load_recipe
 from hiresvis.run import RunDirectory
+
+_SHOWN = 300  # letters of what torch says of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,33 @@ def open_run(folder: Path) -> Trained:
     run = RunDirectory.open(folder)
     contract = Contract.read(run.contract)
     loaded = load_recipe(run.resolved)
-    stored = run.read_json("plan.json")
+    stored = _read_plan(run)
     if not run.best_weights.is_file():
         raise RunFolderError(f"{folder}: no best weights yet; let fit finish its first epoch (hiresvis fit ... --resume)")
     backbone = assemble.build_model(loaded, num_classes=len(contract.classes), channels=contract.channels, with_weights=False)
-    backbone.model.load_state_dict(load_file(run.best_weights))
+    try:
+        backbone.model.load_state_dict(load_file(run.best_weights))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:_SHOWN]
+        raise RunFolderError(
+            f"{run.best_weights}: not the weights of this run's model ({why}); put them back as the run wrote them"
+        ) from error
     backbone.model.eval()
     return Trained(loaded, contract, backbone, stored)
+
+
+def _read_plan(run: RunDirectory) -> dict[str, Any]:
+    """plan.json, of which the batch, the precision and the kind of batch statistics decide digits.
+
+    Raises:
+        RunFolderError: it has none of that.
+    """
+    stored = run.read_json("plan.json")
+    kinds = {"eval_batch": int, "precision": str, "norm": str}
+    wrong = [key for key, kind in kinds.items() if not isinstance(stored, dict) or not isinstance(stored.get(key), kind)]
+    if wrong:
+        raise RunFolderError(f"{run.plan} cannot be used: no {', '.join(wrong)} in it; put it back as the run wrote it")
+    return dict(stored)
 
 
 def scores(outputs: Tensor, contract: Contract) -> Tensor:
