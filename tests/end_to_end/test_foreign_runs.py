@@ -42,9 +42,7 @@ def run(trained, tmp_path: Path) -> Path:
 
 def test_evaluating_it_runs_no_code_and_reads_nothing_that_it_names(trained, run, tmp_path):
     """With data of one's own, neither the weights nor the data that its recipe names are opened; scripts that lie in it are no modules."""
-    secret = tmp_path / "foreign" / "secret"
-    secret.mkdir()
-    save_file(load_file(run / "weights" / "best.safetensors"), secret / "other.safetensors")
+    secret = tmp_path / "foreign" / "secret"  # is not there: who asks for it fails
     for name in ("conftest.py", "sitecustomize.py", "timm.py", "torch.py", "hiresvis.py"):
         (run / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     resolved = run / "recipe.resolved.yaml"
