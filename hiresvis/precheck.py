@@ -9,8 +9,8 @@ from hiresvis import assemble
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, partly_decoded
 from hiresvis.data.contract import Contract
-from hiresvis.data.sources import Datasets
-from hiresvis.errors import DataError
+from hiresvis.data.sources import MAX_PROBLEMS, Datasets, limited
+from hiresvis.errors import DataError, Problem
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import Event, Notice
 from hiresvis.train.stop import StopRequest
@@ -58,7 +58,8 @@ def check_before_training(
         for problem in problems:
             yield Notice(level=level, text=str(problem))
     if report.errors:
-        raise DataError(report.errors)
+        more = [Problem("hiresvis check lists them all")] if len(report.errors) > MAX_PROBLEMS else []
+        raise DataError([*limited(report.errors), *more])
     if seconds is not None:
         unread = partly_decoded(report, seconds)
         if unread:

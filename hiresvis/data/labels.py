@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class LabelReader:
 
     def _class(self, cell: str | None, problems: list[str]) -> str:
         if cell is None or cell.lower() in MISSING_TEXTS:
-            problems.append(f"no label in column {self.columns[0]!r}{_kind(cell)}")
+            problems.append(f"no label in column {self.columns[0]!r}{_kind(cell)}; fill it in, or leave the row out")
         return cell or ""
 
     def _names(self, cell: str | None, problems: list[str]) -> tuple[str, ...]:
@@ -88,7 +89,7 @@ class LabelReader:
     def _flag(cell: str | None, column: str, problems: list[str]) -> bool:
         flag = None if cell is None else _FLAGS.get(cell.lower())
         if flag is None:
-            problems.append(f"{_cell_text(cell)} in column {column!r} is not 0 or 1")
+            problems.append(f"{cell_text(cell)} in column {column!r} is not 0 or 1")
         return bool(flag)
 
     @staticmethod
@@ -98,9 +99,10 @@ class LabelReader:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            problems.append(f"{_cell_text(cell)} in column {column!r} is not a finite number")
+            hint = f"; write {cell.replace(',', '.')}" if cell and re.fullmatch(r"[-+]?\d+,\d+", cell) else ""
+            problems.append(f"{cell_text(cell)} in column {column!r} is not a finite number{hint}")
         elif abs(value) > _LARGEST:
-            problems.append(f"{_cell_text(cell)} in column {column!r} is beyond {_LARGEST:g}; mark what is missing by leaving its row out")
+            problems.append(f"{cell_text(cell)} in column {column!r} is beyond {_LARGEST:g}; mark what is missing by leaving its row out")
         return value
 
 
@@ -108,7 +110,8 @@ def _kind(cell: str | None) -> str:
     return " (null)" if cell is None else " (NaN)" if cell else ""
 
 
-def _cell_text(cell: str | None) -> str:
+def cell_text(cell: str | None) -> str:
+    """A cell as messages show it."""
     return "null" if cell is None else "an empty cell" if not cell else repr(cell)
 
 
@@ -170,7 +173,26 @@ def class_names(scan: Scan, train: Path, task: str, given: Sequence[str] | None,
         for name in names
         if not found[name]
     ]
+    findings += _written_in_two_ways(names, found, train)
     return names
+
+
+def _written_in_two_ways(names: Sequence[str], found: Mapping[str, int], train: Path) -> Iterator[Problem]:
+    """Classes that are one by any reading: `1` and `1.0`, `Cat` and `cat`, as tables of two programs have them."""
+    ways: dict[str | float, list[str]] = {}
+    for name in names:
+        ways.setdefault(_reading(name), []).append(name)
+    for same in ways.values():
+        if len(same) > 1:
+            shown = " and ".join(f"{name!r} ({found[name]} images)" for name in same)
+            yield Problem(f"{shown} are classes of their own; write them alike if they are one", str(train), "data.label")
+
+
+def _reading(name: str) -> str | float:
+    try:
+        return float(name)
+    except ValueError:
+        return " ".join(name.replace("_", " ").split()).casefold()
 
 
 def refuse_flags_as_names(scan: Scan, train: Path, column: str | Sequence[str]) -> None:
@@ -200,9 +222,8 @@ def without_unseen(scan: Scan, split: str, classes: tuple[str, ...], unseen: str
     kept = tuple(entry for entry in scan.entries if known.issuperset(names_in(entry.label)))
     parts = []
     for name, count in sorted(strange.items())[:_SHOWN]:
-        near = difflib.get_close_matches(name, classes, n=1, cutoff=0.6) or [
-            known_name for known_name in classes if known_name.lower() == name.lower()
-        ]
+        near = [known_name for known_name in classes if _reading(known_name) == _reading(name)]
+        near = near or difflib.get_close_matches(name, classes, n=1, cutoff=0.6)
         parts.append(f"{name!r} ({count} images{f'; did you mean {near[0]!r}?' if near else ''})")
     there = ", ".join(map(repr, classes[:_SHOWN])) + _more(classes)
     text = f"labels that train lacks: {', '.join(parts)}{_more(strange)}; train has {there}"

@@ -1,25 +1,21 @@
-"""Reads manifests: csv as people's tools write it (BOM, Windows line ends, `;` or tab, quoted names, relative paths), and parquet.
+"""What the rows of a manifest mean: image, label, group, split and region of each, and every problem with its place.
 
 Rows are looked at one by one as they are read, and only texts are handled here, so that a table of 200,000 rows takes seconds.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from datetime import date
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from hiresvis.data.bounds import Bounds
 from hiresvis.data.folders import Entry, Scan
-from hiresvis.data.labels import MISSING_TEXTS, SEPARATOR, LabelReader
+from hiresvis.data.labels import MISSING_TEXTS, LabelReader, cell_text
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
-from hiresvis.errors import DataError, MissingExtra, Problem
+from hiresvis.data.tables import csv_rows, parquet_rows
+from hiresvis.errors import Problem
 
 MANIFEST_SUFFIXES = (".csv", ".tsv", ".parquet")
 _SPLITS = {
@@ -27,10 +23,8 @@ _SPLITS = {
     "val": "val", "valid": "val", "validation": "val", "dev": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
-_PLAIN = (bool, int, float, Decimal, date)  # what str() writes as a csv would have it
-_SHOWN_BYTES = 20  # of a cell in a message
 
-_Row = tuple[str, Sequence[str | None]]  # place, and the cells of the wanted columns, stripped; None: null
+_MANY = 5  # missing files: it is the table, or where it lies, rather than a file
 
 
 def read_manifest(
@@ -64,13 +58,17 @@ def read_manifest(
     columns += zip(REGION_KEYS, region_columns or (), strict=False)
     rows = _Rows(source, columns, labels, Bounds([source.parent, *([] if root is None else [root])]), look_for_files)
     if source.suffix.lower() == ".parquet":
-        found_rows = _parquet_rows(source, columns, rows.problems, lists=labels.columns if labels.reads_names else ())
+        found_rows = parquet_rows(source, columns, rows.problems, lists=labels.columns if labels.reads_names else ())
     else:
-        found_rows = _csv_rows(source, columns, rows.problems)
+        found_rows = csv_rows(source, columns, rows.problems)
     with closing(found_rows) as found:
         for place, cells in found:
             rows.add(place, cells)
-    return Scan(tuple(rows.entries), labels.names), [*rows.bounds.problems(), *rows.problems]
+    problems = [*rows.bounds.problems(), *rows.problems]
+    if rows.num_missing >= _MANY:
+        text = f"names {rows.num_missing} files that are not there; relative paths start at {source.absolute().parent}"
+        problems.insert(0, Problem(text, source.name, "data.image"))
+    return Scan(tuple(rows.entries), labels.names), problems
 
 
 class _Rows:
@@ -78,6 +76,7 @@ class _Rows:
 
     def __init__(self, source: Path, columns: Sequence[tuple[str, str]], labels: LabelReader, bounds: Bounds, look_for_files: bool) -> None:
         self.bounds = bounds
+        self.num_missing = 0
         self.entries: list[Entry] = []
         self.problems: list[Problem] = []
         self._root, self._labels, self._look = str(source.parent), labels, look_for_files
@@ -98,8 +97,11 @@ class _Rows:
         file = self._locate(written)
         label, said = self._labels(tuple(cells[1 : 1 + self._num_labels]))
         inside = "\0" in written or self.bounds.hold(place, written, file)
-        if not written or "\0" in written or (inside and self._look and not os.path.lexists(file)):
-            said.insert(0, f"no such file: {file}".replace("\0", "\\0") if written else f"no path in column {self._named['image']!r}")
+        if not written:
+            said.insert(0, f"no path in column {self._named['image']!r}")
+        elif "\0" in written or (inside and self._look and not os.path.lexists(file)):
+            said.insert(0, f"no such file: {file}".replace("\0", "\\0"))
+            self.num_missing += 1
         group = split = region = None
         if self._group is not None:
             group = self._group_of(cells[self._group], said)
@@ -108,7 +110,7 @@ class _Rows:
         if self._split is not None:
             split = _SPLITS.get((cells[self._split] or "").lower())
             if split is None:
-                said.append(f"{cells[self._split]!r} in column {self._named['split']!r} is not train, val or test")
+                said.append(f"{cell_text(cells[self._split])} in column {self._named['split']!r} is not train, val or test")
         if inside and not said:
             name = named(_normal(written), region)
             earlier = self._earlier(name, written, file, region)
@@ -173,163 +175,3 @@ def _normal(written: str) -> str:
     """A path as written, with forward slashes and nothing superfluous."""
     name = written.replace("\\", "/")
     return os.path.normpath(name).replace(os.sep, "/") if "./" in name or "//" in name else name
-
-
-def _csv_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem]) -> Generator[_Row, None, None]:
-    """Every row that is not blank, by its line; rows of another length than the header's are problems."""
-    header: list[str] | None = None
-    positions: list[int] = []
-    table = source.name
-    for line, values in _csv_lines(source):
-        if header is None:
-            header, positions = values, _find_columns(f"{table}:1", values, columns)
-        elif len(values) != len(header):
-            text = f"{len(values)} fields where the header has {len(header)}; quote a value that holds a comma"
-            problems.append(Problem(text, f"{table}:{line}"))
-        else:
-            yield f"{table}:{line}", [values[position].strip() for position in positions]
-    if header is None:
-        _find_columns(f"{table}:1", [], columns)
-
-
-def _csv_lines(source: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line number, values) of every row that is not blank, header included."""
-    line = 1
-    try:
-        with source.open(encoding="utf-8-sig", newline="") as file:
-            head = file.readline()
-            file.seek(0)
-            reader = csv.reader(file, delimiter=_delimiter(head, source), strict=True)
-            for values in reader:
-                if "".join(values).strip():
-                    yield line, values
-                line = reader.line_num + 1
-    except UnicodeDecodeError as error:
-        raise DataError([_not_utf8(source, error)]) from error
-    except csv.Error as error:
-        raise DataError([Problem(f"is not a csv table: {error}", f"{source.name}:{reader.line_num}")]) from error
-    except OSError as error:
-        raise DataError([Problem(f"cannot be read: {error.strerror}", str(source))]) from error
-
-
-def _not_utf8(source: Path, error: UnicodeDecodeError) -> Problem:
-    """Names the line: the error itself counts bytes within the block that was being read."""
-    text = source.read_bytes()
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as first:
-        error = first
-    line = text.count(b"\n", 0, error.start) + 1
-    return Problem(f"byte {text[error.start]:#04x} is not UTF-8; save the file as UTF-8", f"{source.name}:{line}")
-
-
-def _delimiter(head: str, source: Path) -> str:
-    """The one that the header uses; spreadsheet programs write `;` in many countries."""
-    if source.suffix.lower() == ".tsv":
-        return "\t"
-    return max(",;\t", key=head.count)
-
-
-def _parquet_rows(
-    source: Path, columns: Sequence[tuple[str, str]], problems: list[Problem], *, lists: Sequence[str]
-) -> Generator[_Row, None, None]:
-    """Every row, counted from 1; only the columns that are asked for are read. Cells that are no text or number are problems.
-
-    Args:
-        lists: columns that may hold lists of names.
-    """
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise MissingExtra(f"{source}: parquet needs pyarrow: pip install 'hiresvis[parquet]'; or save the table as .csv") from error
-    try:
-        with parquet.ParquetFile(source) as table:
-            header = table.schema_arrow.names
-            names = [header[position] for position in _find_columns(source.name, header, columns)]
-            number = 0
-            for batch in table.iter_batches(batch_size=16384, columns=names):
-                found = [_values(batch.column(name)) for name in names]
-                for values in zip(*found, strict=True):
-                    number += 1
-                    place, cells, said = f"{source.name}:row {number}", list[str | None](), list[str]()
-                    for value, (_, name) in zip(values, columns, strict=True):
-                        try:
-                            cells.append(_cell(value, is_list=name in lists))
-                        except ValueError as error:
-                            said.append(f"column {name!r} {error}")
-                    if said:
-                        problems += [Problem(text, place) for text in said]
-                    else:
-                        yield place, cells
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError([Problem(f"is not a parquet table: {' '.join(str(error).split())}", str(source))]) from error
-
-
-def _values(column: Any) -> list[Any]:
-    """An arrow column as Python has it; texts that are none (parquet does not hold writers to UTF-8) as bytes."""
-    try:
-        found: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        found = [_value(cell) for cell in column]
-    return found
-
-
-def _value(cell: Any) -> Any:
-    try:
-        return cell.as_py()
-    except UnicodeDecodeError as error:
-        return error.object
-
-
-def _cell(value: Any, *, is_list: bool = False) -> str | None:
-    """A parquet value as csv would have it; null stays apart from an empty text.
-
-    Raises:
-        ValueError: csv would not have it: bytes that are no text, a structure, a list elsewhere or of names that cannot be joined.
-    """
-    if isinstance(value, str):
-        return value.strip()
-    if value is None:
-        return None
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"holds {value[:_SHOWN_BYTES]!r}, which is not UTF-8; save it as text") from error
-    if isinstance(value, list) and is_list:
-        return SEPARATOR.join(map(_item, value))
-    if isinstance(value, _PLAIN):
-        return str(value)
-    kind = "a list; only the column of data.task: multilabel takes one" if isinstance(value, list) else f"a {type(value).__name__}"
-    raise ValueError(f"holds {kind}; save it as text or a number")
-
-
-def _item(value: Any) -> str:
-    """One name of a list."""
-    name = _cell(value)
-    if not name:
-        raise ValueError(f"holds a list with {'null' if name is None else 'an empty name'} in it; an image of no class has an empty list")
-    if SEPARATOR in name:
-        raise ValueError(f"holds a list with {name!r} in it, and {SEPARATOR} stands between names; rename it")
-    return name
-
-
-def _find_columns(place: str, header: Sequence[str], columns: Sequence[tuple[str, str]]) -> list[int]:
-    """Where each wanted (recipe key, column) is in the header.
-
-    Raises:
-        DataError: a column is missing, or there twice.
-    """
-    names = [name.strip() for name in header]
-    problems = []
-    for key, name in columns:
-        if names.count(name) == 1:
-            continue
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        what = "is there twice" if name in names else f"is missing{hint}"
-        problems.append(Problem(f"column {name!r} {what} (columns: {', '.join(names) or 'none'})", place, f"data.{key.split()[0]}"))
-    if problems:
-        raise DataError(problems)
-    return [names.index(name) for _, name in columns]

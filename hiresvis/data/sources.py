@@ -37,6 +37,7 @@ from hiresvis.data.split import split_as_before, split_fraction
 from hiresvis.errors import DataError, Problem
 
 MAX_PROBLEMS = 20
+_SHEETS = (".xlsx", ".xls", ".ods")
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +333,9 @@ class _Reader:
                 )
             return scan_class_folders(source)
         if source.suffix.lower() not in MANIFEST_SUFFIXES:
-            known = f"a folder of class folders, {' and '.join(MANIFEST_SUFFIXES)} manifests"
-            raise DataError([Problem(f"a {source.suffix or 'nameless'} file is no data source; known are {known}", str(source))])
+            known = f"a folder of class folders, and {', '.join(MANIFEST_SUFFIXES)} manifests"
+            mend = "; save the sheet as .csv" if source.suffix.lower() in _SHEETS else ""
+            raise DataError([Problem(f"a {source.suffix or 'nameless'} file is no data source; known are {known}{mend}", str(source))])
         scan, problems = read_manifest(
             source,
             image_column=self.image_column,

@@ -49,6 +49,7 @@ def split_fraction(scan: Scan, fraction: float, *, task: str, seed: int, place: 
     if not held:
         count = len({entry.group for entry in ordered}) if grouped else len(ordered)
         what = f"{count} {'groups' if grouped else 'images'}"
+        what += "" if task == "regress" else f" of {len(name_counts(scan))} classes"
         sides = "" if task == "regress" else " and leave every class in train"
         raise DataError([Problem(f"{what} cannot give a validation share of {fraction:g}{sides}; give data.val a path", place, "data.val")])
     train, val = _parted(scan, held)

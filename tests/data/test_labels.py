@@ -70,7 +70,7 @@ def test_numbers_keep_every_digit(values):
 def test_every_number_that_is_none_is_told_with_its_column(cell, shown):
     """NaN, infinities, text, a decimal comma, empty and null."""
     _, problems = LabelReader("regress", ["x", "y"])((cell, "2"))
-    assert problems == [f"{shown} in column 'x' is not a finite number"]
+    assert problems == [f"{shown} in column 'x' is not a finite number{'; write 1.5' if cell == '1,5' else ''}"]
 
 
 def test_a_number_that_stands_for_nothing_is_told():

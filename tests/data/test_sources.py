@@ -205,7 +205,7 @@ class TestFraction:
         """A single group gives an error with the way on, not an empty validation."""
         empty_files(tmp_path, ["1.png", "2.png"])
         table = write_table(tmp_path / "t.csv", "path,label,g\n1.png,a,x\n2.png,a,x\n")
-        with pytest.raises(DataError, match=r"1 groups cannot give a validation share of 0\.5.*give data\.val a path"):
+        with pytest.raises(DataError, match=r"1 groups of 1 classes cannot give a validation share of 0\.5.*give data\.val a path"):
             load_datasets(table, 0.5, group_column="g")
 
     def test_groups_across_given_splits_are_an_error(self, tmp_path: Path) -> None:
@@ -273,11 +273,42 @@ class TestManifest:
             load_datasets(tmp_path / "t.csv", 0.5)
 
     def test_long_lists_of_problems_end_with_the_count_of_the_rest(self, tmp_path: Path) -> None:
-        """100 missing files: twenty lines and one that counts."""
+        """100 missing files: that they are so many and where paths start, nineteen lines, and one that counts."""
         table = write_table(tmp_path / "t.csv", "path,label\n" + "".join(f"{index}.png,a\n" for index in range(100)))
-        with pytest.raises(DataError, match=r"and 80 more") as caught:
+        with pytest.raises(DataError, match=r"and 81 more") as caught:
             load_datasets(table, 0.5)
         assert len(caught.value.problems) == 21
+        assert caught.value.problems[0].message == f"names 100 files that are not there; relative paths start at {tmp_path}"
+
+    @pytest.mark.parametrize(
+        ("text", "remedy"),
+        [
+            ("image,kind\n1.png,a\n", "columns: image, kind); each of these keys takes the name of a column"),
+            ("path label\n1.png a\n", "columns: path label); of csv with one column alone the separator is none that is known"),
+            ("1.png,a\n2.png,b\n", "columns: 1.png, a); the first line looks like a row; it has to name the columns"),
+            (",".join(f"c{number}" for number in range(99)) + "\n", "c18, c19 and 79 more); each of"),
+        ],
+    )
+    def test_a_missing_column_is_told_with_what_may_be_wrong(self, tmp_path: Path, text: str, remedy: str) -> None:
+        """Other names, another separator, no line of names."""
+        with pytest.raises(DataError) as caught:
+            load_datasets(write_table(tmp_path / "t.csv", text), 0.5)
+        assert remedy in caught.value.problems[0].message
+
+    def test_classes_that_are_one_by_any_reading_are_told(self, tmp_path: Path) -> None:
+        """Numbers of two programs, and names of another case; in val the one that train has is offered."""
+        empty_files(tmp_path, [f"{number}.png" for number in range(8)])
+        labels = ["1", "1.0", "Left Eye", "left_eye", "2", "other"]
+        table = write_table(tmp_path / "t.csv", "path,label\n" + "".join(f"{index}.png,{label}\n" for index, label in enumerate(labels)))
+        val = write_table(tmp_path / "v.csv", "path,label\n6.png,1\n7.png,other\n")
+        found = load_datasets(table, val).findings
+        assert [finding.message.partition(";")[0] for finding in found] == [
+            "'1' (1 images) and '1.0' (1 images) are classes of their own",
+            "'Left Eye' (1 images) and 'left_eye' (1 images) are classes of their own",
+        ]
+        val = write_table(tmp_path / "v.csv", "path,label\n6.png,2.0\n7.png,OTHER\n")
+        with pytest.raises(DataError, match=r"'2\.0' \(1 images; did you mean '2'\?\), 'OTHER' \(1 images; did you mean 'other'\?\)"):
+            load_datasets(table, val)
 
     def test_split_column_decides_all_splits(self, tmp_path: Path) -> None:
         """Rows go where the column says, and the share is not applied on top."""
@@ -312,7 +343,11 @@ class TestManifest:
 
     @pytest.mark.parametrize(
         ("content", "message"),
-        [(b"path,label\n\xff\xfe.png,a\n", "not UTF-8"), (b'path,label\n"open,a\n', "not a csv table"), (b"", "column 'path' is missing")],
+        [
+            (b"path,label\n\xff\xfe.png,a\n", "not UTF-8"),
+            (b'path,label\n"open,a\n', "not a csv table: .*a quote that opens a value has to close it"),
+            (b"", "is empty; its first line names the columns"),
+        ],
     )
     def test_file_that_is_no_table_is_refused(self, tmp_path: Path, content: bytes, message: str) -> None:
         """Another encoding, an open quote, an empty file."""
