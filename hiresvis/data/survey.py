@@ -95,16 +95,15 @@ def any_deep_images(samples: Sequence[Sample], max_pixels: int) -> bool:
 
 def _headers(samples: Sequence[Sample], max_pixels: int) -> list[tuple[Sample, Header]]:
     """Headers of samples spread evenly over the list; unreadable files are the check's business."""
-    found = []
+    found, refused = [], []
     for sample in _spread(samples, NUM_HEADERS):
         try:
             found.append((sample, probe(sample.path, max_pixels)))
-        except DataError:
-            continue
+        except DataError as error:
+            refused.append(error)
     if not found:
-        raise DataError(
-            f"none of the first {min(NUM_HEADERS, len(samples))} images looked at can be read; run the check command for the reasons"
-        )
+        text = f"none of {len(refused)} images looked at can be read; hiresvis check gives all reasons. The first: {refused[0]}"
+        raise DataError(text)
     return found
 
 

@@ -188,7 +188,7 @@ def _find_columns(place: str, header: Sequence[str], columns: Sequence[tuple[str
 def _remedy(names: Sequence[str], num_wanted: int) -> str:
     """What to do about columns that are not there."""
     if len(names) == 1 < num_wanted:
-        return "of csv with one column alone the separator is none that is known: comma, semicolon or tab"
+        return "there is one column alone; separate values by comma, semicolon or tab"
     if any(is_image_name(name) for name in names):
         return "the first line looks like a row; it has to name the columns"
-    return "each of these keys takes the name of a column"
+    return "give the name of one that is there"

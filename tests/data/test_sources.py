@@ -283,10 +283,10 @@ class TestManifest:
     @pytest.mark.parametrize(
         ("text", "remedy"),
         [
-            ("image,kind\n1.png,a\n", "columns: image, kind); each of these keys takes the name of a column"),
-            ("path label\n1.png a\n", "columns: path label); of csv with one column alone the separator is none that is known"),
+            ("image,kind\n1.png,a\n", "columns: image, kind); give the name of one that is there"),
+            ("path label\n1.png a\n", "columns: path label); there is one column alone; separate values by comma"),
             ("1.png,a\n2.png,b\n", "columns: 1.png, a); the first line looks like a row; it has to name the columns"),
-            (",".join(f"c{number}" for number in range(99)) + "\n", "c18, c19 and 79 more); each of"),
+            (",".join(f"c{number}" for number in range(99)) + "\n", "c18, c19 and 79 more); give the name"),
         ],
     )
     def test_a_missing_column_is_told_with_what_may_be_wrong(self, tmp_path: Path, text: str, remedy: str) -> None:
