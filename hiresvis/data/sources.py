@@ -251,6 +251,7 @@ def _nothing_to_learn(train: Dataset, place: str) -> list[Problem]:
     return []
 
 
+@_no_collection()
 def load_dataset(
     source: Path,
     *,
