@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from hiresvis.train.evaluate import Evaluation
-from hiresvis.train.metrics import THRESHOLD
+from hiresvis.train.metrics import THRESHOLD, tm
 
 LEAST_POSITIVES = 10
 NUM_BINS = 15  # of the calibration error, as in Guo et al.
@@ -101,7 +100,7 @@ def _best_threshold(scores: np.ndarray, positive: np.ndarray) -> float:
 
 def calibration_error(scores: Tensor, targets: Tensor) -> float:
     """Expected calibration error to classify: how far the sureness of predictions is from their accuracy, over 15 bins of sureness."""
-    return float(multiclass_calibration_error(scores, targets, scores.shape[1], n_bins=NUM_BINS, norm="l1"))
+    return float(tm.multiclass_calibration_error(scores, targets, scores.shape[1], n_bins=NUM_BINS, norm="l1"))
 
 
 def at_thresholds(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
