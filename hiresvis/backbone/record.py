@@ -71,7 +71,8 @@ class Tracer:
         self.mode, self.model, self.chain, self.setting = mode, model, chain, setting
         self.names = [name for index, unit in enumerate(chain.units) for name in (f"glue.{index}", unit.name)]
         self.names.append(f"glue.{len(chain.units)}")
-        self.weights = {id(tensor) for tensor in model.parameters()}
+        # Autocast's cache holds casts of what is trained alone; a frozen weight's copy lives as long as something has it.
+        self.weights = {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
 
     def images(self, batch: int) -> torch.Tensor:
         height, width = self.setting.image_size
