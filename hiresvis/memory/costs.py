@@ -191,6 +191,11 @@ class UnitCosts:
         its weights do, none where all is frozen."""
         return 1 + int(self.input_gradient) + int(self.parameter_gradients > 0)
 
+    @property
+    def saves_anything(self) -> bool:
+        """Whether autograd keeps anything of the unit; a frozen one with nothing trained before it never runs again."""
+        return bool(self.interior.slope or self.interior.base or self.saves or self.ways)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:

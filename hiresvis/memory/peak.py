@@ -7,7 +7,7 @@ alive, so a storage that two units hold counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .costs import MemoryProfile, Recompute, UnitCosts
@@ -58,6 +58,7 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
         setting: accumulation, evaluation batch, baseline and reserve.
     """
     walk = Walk(profile, micro_batch, setting)
+    segments = tuple(_as_they_run(profile, segments))
     for segment in segments:
         walk.forward(segment)
     for segment in reversed(segments):
@@ -85,6 +86,15 @@ def predict_peak(profile: MemoryProfile, segments: Sequence[Segment], micro_batc
     total = counted + setting.baseline_bytes + setting.reserve_bytes
     assert sum(parts.values()) == total
     return PredictedPeak(total_bytes=total, counted_bytes=counted, where=where, parts=parts)
+
+
+def _as_they_run(profile: MemoryProfile, segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Of a segment that saves nothing backward asks for nothing, so that not even its input is kept: as if it were stored."""
+    for segment in segments:
+        if any(unit.saves_anything for unit in profile.units[segment.start : segment.end]):
+            yield segment
+        else:
+            yield from (Segment(index, index + 1) for index in range(segment.start, segment.end))
 
 
 def find_way(unit: UnitCosts, segment: Segment, passes: tuple[int, ...]) -> Recompute:

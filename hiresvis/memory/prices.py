@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .costs import MemoryProfile, UnitCosts
+from .costs import MemoryProfile
 from .peak import find_way, offloaded_bytes
 from .plan import Segment
 
@@ -88,11 +88,6 @@ class Prices:
         return sum(unit.num_runs * self.work(index, unit.flops.slope, unit.traffic.slope) for index, unit in enumerate(profile.units))
 
 
-def saves_anything(unit: UnitCosts) -> bool:
-    """Whether autograd keeps anything of the unit; a frozen one never runs again."""
-    return bool(unit.interior.slope or unit.interior.base or unit.saves or unit.ways)
-
-
 def segment_flops(profile: MemoryProfile, segment: Segment) -> int:
     """FLOPs per image that the plan runs again for this segment; a second run ends with its last saved tensor."""
     return sum(flops for _, flops, _ in runs_again(profile, segment))
@@ -110,7 +105,7 @@ def runs_again(profile: MemoryProfile, segment: Segment) -> Iterator[tuple[int, 
             way = find_way(unit, segment, passes)
             yield index, way.flops.slope, way.traffic.slope
         return
-    while units and not saves_anything(units[-1][1]):  # frozen: backward asks for nothing
+    while units and not units[-1][1].saves_anything:  # frozen: backward asks for nothing
         units.pop()
     for index, unit in units[:-1]:
         yield index, unit.flops.slope, unit.traffic.slope

@@ -29,7 +29,7 @@ import numpy as np
 from .costs import MemoryProfile, Recompute, Tier
 from .peak import StepSetting, offloaded_bytes
 from .plan import Segment
-from .prices import Prices, saves_anything
+from .prices import Prices
 
 GRID_BYTES = 4096  # the finest
 MAX_GRID_POINTS = 4096
@@ -331,7 +331,7 @@ class _Sizes:
         self.gradients = program.profile.gradients if setting.accumulates else program.later_gradients[index + 1]
         prices = program.prices
         self.work = prices.work(index, unit.flops.slope, unit.traffic.slope)
-        self.work_to_save, self.saves = prices.work(index, unit.flops_to_save.slope, unit.traffic.slope), saves_anything(unit)
+        self.work_to_save, self.saves = prices.work(index, unit.flops_to_save.slope, unit.traffic.slope), unit.saves_anything
         self.ways: list[tuple[Recompute, int, int, int]] = []  # with their bytes forward and backward, and their cost
         for way in unit.ways:
             asks = {"keep": bool(way.keep), "nested": bool(way.passes), "chunk": way.sliced}
