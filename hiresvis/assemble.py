@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
+from hiresvis.backbone.match import fingerprint
 from hiresvis.data.augment import Augment, make_augment
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, check_steps
@@ -30,9 +31,10 @@ from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.tasks import LOSSES, auto_loss
 from hiresvis.run.events import Notice
-from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_head_only
+from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_adapters, train_head_only
 from hiresvis.train.losses import Loss, make_loss
 from hiresvis.train.optim import auto_layer_decay, build_optimizer, is_transformer, warmup_steps
+from hiresvis.train.phases import auto_head_epochs
 from hiresvis.train.step import TrainStep
 
 
@@ -149,22 +151,31 @@ def refuse_budget(loaded: LoadedRecipe, device: torch.device) -> None:
         device_refuses(device, loaded.recipe.memory.budget)
 
 
+def head_epochs(loaded: LoadedRecipe) -> tuple[int, str]:
+    """Epochs in which the head alone is trained before everything is, and why so many, where that is not given."""
+    lp_ft = loaded.recipe.model.lp_ft
+    if lp_ft is None:
+        return 0, ""
+    return auto_head_epochs(loaded.recipe.train.epochs) if lp_ft.head_epochs == "auto" else (int(lp_ft.head_epochs), "")
+
+
 def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int) -> None:
-    """A warm-up that is not shorter than the run.
+    """A warm-up that is not shorter than the run, or one of its phases.
 
     Raises:
         RecipeError: so it is.
     """
-    steps = run_steps(loaded, num_train, batch)
     try:
-        warmup_steps(loaded.recipe.optim.warmup, steps)
+        for steps in filter(None, phase_steps(loaded, num_train, batch, head_epochs(loaded)[0])):
+            warmup_steps(loaded.recipe.optim.warmup, steps)
     except ValueError as error:
         raise RecipeError([loaded.problem("optim.warmup", str(error))]) from error
 
 
-def run_steps(loaded: LoadedRecipe, num_train: int, batch: int) -> int:
-    """Optimizer steps of the whole run."""
-    return -(-num_train // batch) * loaded.recipe.train.epochs
+def phase_steps(loaded: LoadedRecipe, num_train: int, batch: int, epochs_of_head: int) -> tuple[int, int]:
+    """Optimizer steps of the head alone, and of what follows."""
+    steps, epochs = -(-num_train // batch), loaded.recipe.train.epochs
+    return steps * epochs_of_head, steps * max(0, epochs - epochs_of_head)
 
 
 def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -224,22 +235,40 @@ def placed(loaded: LoadedRecipe, problem: Problem) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """The model with its frozen parts, and what is needed to trace and train it."""
+    """The model with its frozen parts, and what is needed to trace and train it.
+
+    Attributes:
+        fingerprint: of what plans depend on; the first phase of lp_ft takes more out of training, and has the same plan.
+        adapted: names of the layers that have low-rank adapters.
+    """
 
     backbone: Backbone
     model: nn.Module
     train_mode: Callable[[], None]
     norm: str
     layer_decay: float | None
+    fingerprint: str
+    adapted: tuple[str, ...] = ()
 
 
 def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbone, *, norm: str) -> Trainable:
-    """Applies adapt, freeze and the choice for batch statistics (batch | frozen)."""
-    recipe, model = loaded.recipe, backbone.model
+    """Applies adapt, freeze and the choice for batch statistics (batch | frozen). Of lp_ft, the second phase."""
+    recipe, model, lora = loaded.recipe, backbone.model, loaded.recipe.model.lora
+    adapted: tuple[str, ...] = ()
     with _placing(loaded):
         if recipe.model.adapt == "head":
             train_head_only(model)
-        freeze(model, recipe.model.freeze)
+        frozen = freeze(model, recipe.model.freeze)
+        if lora is not None:
+            adapted = train_adapters(
+                model,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                frozen=frozen,
+                image_size=recipe.model.image_size,
+                in_chans=backbone.arguments["in_chans"],
+                seed=recipe.train.seed,
+            )
     frozen_norm = freeze_norm(model) if norm == "frozen" else ()
     train_mode = TrainMode(model, frozen_norm=frozen_norm)
     channels_last = recipe.memory.channels_last
@@ -250,10 +279,10 @@ def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbon
         model.to(memory_format=torch.channels_last)  # on the CPU still: the trace works there; `make_step` moves it
     decay = recipe.optim.layer_decay
     if decay == "auto":
-        decay, why = auto_layer_decay(model, pretrained=recipe.model.pretrained is not False)
+        decay, why = auto_layer_decay(model, pretrained=recipe.model.pretrained is not False, adapt=recipe.model.adapt)
         resolution.set("optim.layer_decay", decay, why)
     train_mode()
-    return Trainable(backbone, model, train_mode, norm, decay)
+    return Trainable(backbone, model, train_mode, norm, decay, fingerprint(model), adapted)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -289,7 +318,11 @@ def describe_model(trainable: Trainable) -> str:
     total = sum(parameter.numel() for parameter in trainable.model.parameters())
     trained = sum(parameter.numel() for parameter in trainable.model.parameters() if parameter.requires_grad)
     kind = "transformer" if is_transformer(trainable.model) else "network"
-    return f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
+    text = f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
+    if not trainable.adapted:
+        return text
+    layers = sum(isinstance(module, nn.Linear | nn.Conv2d) for module in trainable.model.modules())
+    return f"{text} ({trained / total:.1%}): the head, and adapters on {len(trainable.adapted)} of {layers} linear layers and convolutions"
 
 
 def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> Loss:

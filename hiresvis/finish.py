@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from hiresvis import assemble
+from hiresvis.backbone.lora import remove_adapters
 from hiresvis.costing import Parts
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import Contract
@@ -132,6 +133,7 @@ class Finish:
         """
         datasets = self.parts.datasets
         self.step.average = None  # what it came to is in the file
+        remove_adapters(self.step.model)  # the file has them merged; training is done
         self.step.model.load_state_dict(load_file(self.folder.best_weights))
         val, batch = trainer.best_evaluation, relief.plan.eval_batch
         if val is None:

@@ -55,6 +55,7 @@ from hiresvis.train.average import Average, decay_of
 from hiresvis.train.finder import Finder, Found
 from hiresvis.train.metrics import auto_metric
 from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transformer
+from hiresvis.train.phases import HeadFirst
 from hiresvis.train.progress import RunLimits
 from hiresvis.train.relief import Relief
 from hiresvis.train.snapshot import Snapshot, load_snapshot
@@ -106,6 +107,7 @@ class _Run:
     device: torch.device = field(init=False)
     trackers: Trackers = field(init=False)
     supply: Supply = field(default_factory=Supply)
+    head_epochs: int = 0  # of the head alone, before everything is trained
     num_autos_told: int = 0
     record_failed: bool = False
     tracking: bool = False
@@ -146,6 +148,9 @@ class _Run:
     def new(self, *, dry_run: bool) -> Iterator[Event]:
         """A run from the start."""
         self._settle_machine()
+        self.head_epochs, why = assemble.head_epochs(self.loaded)
+        if why:
+            self.resolution.set("model.lp_ft.head_epochs", self.head_epochs, why)
         yield from assemble.draw_sample(self.loaded)
         parts = yield from self._parts(norm=None)
         step = yield from self._step(parts)
@@ -191,6 +196,8 @@ class _Run:
         changed = changes(own, self.loaded)
         refuse_changes(changed, self.loaded, self.folder.root)
         self._settle_machine()
+        if self.loaded.recipe.model.lp_ft is not None:
+            self.head_epochs = int(own["model.lp_ft.head_epochs"].value)
         held_out = read_held_out(self.folder)
         parts = yield from self._parts(norm=stored["norm"], before=before, data_before=stored.get("data", {}), held_out=held_out)
         refuse_other_plan(plan, parts, self.folder)
@@ -354,7 +361,7 @@ class _Run:
             RecipeError: a warm-up longer than the run.
         """
         recipe, resolution, model, batch = self.loaded.recipe, self.resolution, parts.trainable.model, plan.batch
-        lr = recipe.optim.lr
+        lr, lp_ft = recipe.optim.lr, recipe.model.lp_ft
         if lr == "auto":
             lr, why = auto_lr(
                 recipe.optim.name,
@@ -365,6 +372,10 @@ class _Run:
                 layer_decay=parts.trainable.layer_decay,
             )
             resolution.set("optim.lr", lr, why)
+        head_lr = None if lp_ft is None else lp_ft.head_lr
+        if head_lr == "auto":
+            head_lr, why = auto_lr(recipe.optim.name, batch=batch, pretrained=recipe.model.pretrained is not False, adapt="head")
+            resolution.set("model.lp_ft.head_lr", head_lr, why)
         metric = recipe.train.metric
         if metric == "auto":
             metric, why = auto_metric(recipe.task, list(parts.datasets.train.class_counts().values()))
@@ -380,8 +391,13 @@ class _Run:
         )
         images = len(parts.datasets.train)
         assemble.refuse_warmup(self.loaded, images, batch)
-        steps = assemble.run_steps(self.loaded, images, batch)
-        schedule = build_schedule(lr=float(lr), schedule=recipe.optim.schedule, warmup=recipe.optim.warmup, steps=steps)
+        head_steps, steps = assemble.phase_steps(self.loaded, images, batch, self.head_epochs)
+        schedule = None
+        for rate, count in ((head_lr, head_steps), (lr, steps)):
+            if rate is not None:
+                warmup = recipe.optim.warmup if count else 0
+                schedule = build_schedule(lr=float(rate), schedule=recipe.optim.schedule, warmup=warmup, steps=count, before=schedule)
+        assert schedule is not None
         return _Settled(schedule, metric, workers)
 
     def _train(
@@ -420,6 +436,10 @@ class _Run:
         val_loader = eval_loader(
             samples.val.samples, parts, batch=plan.eval_batch, workers=settled.workers, cache=self.supply.cache, on_gpu=on_gpu
         )
+        head_first, check = None, lambda now: lone_image_check(parts)(now)
+        if self.head_epochs:
+            check = lone_image_check(parts)  # now, while everything is trained
+            head_first = HeadFirst(parts.trainable.model, self.head_epochs, train_mode=parts.trainable.train_mode)
         meter = PeakMeter(self.device)
         meter.start()
         relief = Relief(
@@ -430,7 +450,7 @@ class _Run:
             limits=parts.limits,
             train_loader=train_loader,
             changed=lambda now: self._write_plan(parts, now, stored),
-            check=lambda now: lone_image_check(parts)(now),
+            check=check,
             replan=recipe.memory.on_oom == "replan",
             resume_command=command(self.loaded, "fit", "--resume"),
         )
@@ -440,6 +460,7 @@ class _Run:
             val_loader=val_loader,
             schedule=settled.schedule,
             train_mode=parts.trainable.train_mode,
+            head_first=head_first,
             limits=RunLimits(
                 epochs=recipe.train.epochs,
                 early_stop=recipe.train.early_stop.patience if recipe.train.early_stop else None,

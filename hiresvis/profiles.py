@@ -32,6 +32,7 @@ SOURCES = (
     "backbone/chain.py",
     "backbone/flops.py",
     "backbone/input_size.py",
+    "backbone/lora.py",
     "backbone/record.py",
     "backbone/slices.py",
     "backbone/trace.py",
@@ -65,6 +66,7 @@ class ProfileKey:
         raw_image_bytes: bytes of one image as the loader hands it over.
         norm: batch or frozen.
         rules: whose autocast rules are followed.
+        lora_rank: of adapters; None: there are none.
         groups: what parameters are grouped by, where an optimizer that steps one by one holds what comes next to each other.
     """
 
@@ -83,6 +85,7 @@ class ProfileKey:
     norm: str
     drop_path: str | float
     rules: Rules
+    lora_rank: int | None = None
     ema: bool = False
     groups: str = ""
 

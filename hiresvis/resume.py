@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.backbone.match import FINGERPRINT, check_plan, fingerprint
+from hiresvis.backbone.match import FINGERPRINT, check_plan
 from hiresvis.costing import Parts
 from hiresvis.data.augment import Augment, usable_library
 from hiresvis.data.contract import Contract
@@ -24,7 +24,7 @@ PLAN_FORMAT = 1
 
 def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
     """What plan.json says of the plan: to apply it again, and for people and the report."""
-    own = replace(plan, versions={**plan.versions, FINGERPRINT: fingerprint(parts.trainable.model)})
+    own = replace(plan, versions={**plan.versions, FINGERPRINT: parts.trainable.fingerprint})
     return {
         "version": PLAN_FORMAT,
         "model": plan.model,

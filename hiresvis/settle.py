@@ -72,10 +72,11 @@ def key_of(
         optimizer=optim.name,
         clip_grad=optim.clip_grad,
         freeze=recipe.model.freeze,
-        adapt=recipe.model.adapt,
+        adapt="full" if recipe.model.adapt == "lp_ft" else recipe.model.adapt,  # the second phase, which needs the most
         norm=norm,
         drop_path=recipe.model.drop_path,
         rules=rules,
+        lora_rank=None if recipe.model.lora is None else recipe.model.lora.rank,
         ema=settle_ema(loaded)[0],
         groups=""
         if optim.name in ("adamw", "sgd")

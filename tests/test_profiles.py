@@ -57,6 +57,7 @@ OTHER = {
     "norm": "frozen",
     "drop_path": 0.1,
     "rules": "cpu",
+    "lora_rank": 8,
     "ema": True,
     "groups": "0.75 True True",
 }

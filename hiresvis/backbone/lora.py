@@ -8,15 +8,15 @@ In training mode the two thin products run beside the wide one. In eval mode W a
 very numbers that a plain layer with the merged weight gives, bit for bit. So what is evaluated is what `merged_state` writes, and nothing
 that reads those weights needs to know of adapters.
 
-A layer is changed in place, to a class of its own: names, parameters and hooks stay, `lora_a` and `lora_b` come beside `weight`. Left out are
-subclasses (their forward is their own), and layers whose weight the model uses without calling them (the qkv of BEiT and EVA, which add
-a bias of their own): a forward on fake tensors tells.
+A layer is changed in place, to a class of its own: names, parameters and hooks stay, `lora_a` and `lora_b` come beside `weight`. Left out
+are subclasses (their forward is their own), and layers whose weight the model uses without calling them (the qkv of BEiT and EVA, which
+add a bias of their own): a forward on fake tensors tells.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hiresvis.backbone.record import fake_copy
+
+PARTS = ("lora_a", "lora_b")  # what an adapter adds to its layer's parameters
 
 
 class _Adapter(nn.Module):
@@ -35,14 +37,19 @@ class _Adapter(nn.Module):
     scale: float
 
     def merged(self) -> Tensor:
-        """The weight of a plain layer that computes the same, of `weight`'s shape and strides."""
-        with torch.autocast(self.weight.device.type, enabled=False):  # sums of weights are made in the weights' own precision
-            flat = torch.addmm(self.weight.flatten(1), self.lora_b.flatten(1), self.lora_a.flatten(1), alpha=self.scale)
-        # The memory order of a 1x1 kernel is told by its strides alone, and a convolution may choose its kernel by it.
-        return flat.as_strided(self.weight.shape, self.weight.stride())
+        """The weight of a plain layer that computes the same."""
+        return _merge(self.weight, self.lora_a, self.lora_b, self.scale)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.lora_a)}, scale={self.scale:g}"
+
+
+def _merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """The sum, of the weight's shape and strides."""
+    with torch.autocast(weight.device.type, enabled=False):  # sums of weights are made in the weights' own precision
+        flat = torch.addmm(weight.flatten(1), lora_b.flatten(1), lora_a.flatten(1), alpha=scale)
+    # The memory order of a 1x1 kernel is told by its strides alone, and a convolution may choose its kernel by it.
+    return flat.as_strided(weight.shape, weight.stride())
 
 
 class LoraLinear(_Adapter, nn.Linear):
@@ -88,32 +95,38 @@ def add_adapters(
     for name, layer in model.named_modules():
         if name in called and f"{name}.weight" not in without:
             _adapt(layer, rank, alpha, generator)
-    return tuple(name for name, _ in adapters(model))
+    return tuple(name for name, layer in model.named_modules() if isinstance(layer, _Adapter))
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, _Adapter]]:
-    """The layers with adapters, by name."""
-    for name, layer in model.named_modules():
+    """The layers with adapters, by name; one that has two names comes twice, as it does in a state dict."""
+    for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, _Adapter):
             yield name, layer
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the plain model that computes the same: adapters are added to their weights. Without adapters, the model's own."""
-    state = model.state_dict()
+def merged_state(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of the plain model that computes the same: adapters are added to their weights. Without adapters, the model's own.
+
+    Args:
+        state: values to take instead of the model's own, by the same names; adapters may be on another device than weights.
+    """
+    merged = dict(model.state_dict() if state is None else state)
     with torch.no_grad():
         for name, layer in adapters(model):
-            state[f"{name}.weight"] = layer.merged()
-            del state[f"{name}.lora_a"], state[f"{name}.lora_b"]
-    return state
+            weight = merged[f"{name}.weight"]
+            parts = [merged.pop(f"{name}.{part}").to(weight.device) for part in PARTS]
+            merged[f"{name}.weight"] = _merge(weight, *parts, layer.scale)
+    return merged
 
 
 def remove_adapters(model: nn.Module) -> None:
     """The model is a plain one again, with the weights beneath the adapters."""
     kinds = {adapted: plain for plain, adapted in _KINDS.items()}
-    for _, layer in list(adapters(model)):
-        del layer.lora_a, layer.lora_b, layer.scale
-        layer.__class__ = kinds[type(layer)]
+    for layer in model.modules():
+        if isinstance(layer, _Adapter):
+            del layer.lora_a, layer.lora_b, layer.scale
+            layer.__class__ = kinds[type(layer)]
 
 
 def _fits(layer: nn.Module) -> bool:

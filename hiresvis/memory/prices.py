@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .costs import MemoryProfile
+from .costs import MemoryProfile, UnitCosts
 from .peak import find_way, offloaded_bytes
 from .plan import Segment
 

@@ -24,6 +24,7 @@ _REFUSED = frozenset(
         "task",
         *(f"data.{name}" for name in ("classes", "channels", "scale", "fit", "overlap", "background", "max_pixels", "balance", "augment")),
         *(f"model.{name}" for name in ("name", "pretrained", "init_from", "image_size", "adapt", "freeze", "norm", "drop_path")),
+        *("model.lp_ft.head_epochs", "model.lora.rank", "model.lora.alpha"),
         *(f"memory.{name}" for name in ("precision", "channels_last", "compile")),
         *(f"optim.{name}" for name in ("name", "weight_decay", "layer_decay", "loss", "mixup", "cutmix")),
         *(f"train.{name}" for name in ("batch", "seed", "ema", "resize")),
@@ -98,6 +99,8 @@ def changes(own: Mapping[str, Entry], loaded: LoadedRecipe) -> list[Change]:
             continue
         if key == "train.early_stop" and (f"{key}.patience" in now or f"{key}.patience" in own):
             continue  # null on one side: told by its only key
+        if re.match(r"model\.(lp_ft|lora)\b", key) and own["model.adapt"].value != now["model.adapt"]:
+            continue  # a way's keys come and go with it: told by adapt
         found.append(Change(key, old, new, _effect(key, old, new)))
     return found
 

@@ -31,6 +31,7 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     yield from _manifest_columns(recipe, given)
     yield from _splits(recipe, given)
     yield from _task(recipe)
+    yield from _adapt(recipe)
     data = recipe.data
     if data.fit != "tile" and dump_share(data.overlap) != type(data).model_fields["overlap"].default:
         message = f"{dump_share(data.overlap)} beside data.fit: {data.fit}, which has no neighbours; delete it, or set data.fit: tile"
@@ -39,9 +40,24 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     if isinstance(micro_batch, int) and isinstance(batch, int) and micro_batch > batch:
         message = f"{micro_batch} is above train.batch, {batch}; give at most {batch}, or a larger batch"
         yield BrokenRule("memory.micro_batch", message, ("train.batch",))
-    if recipe.model.adapt == "head" and recipe.model.freeze != "none":
-        message = f"{recipe.model.freeze} beside adapt: head, which trains nothing but the head; delete one of the two"
+
+
+def _adapt(recipe: Recipe) -> Iterator[BrokenRule]:
+    """Keys of one way to adapt beside another, and phases that do not fit in the run."""
+    model, epochs = recipe.model, recipe.train.epochs
+    if model.adapt == "head" and model.freeze != "none":
+        message = f"{model.freeze} beside adapt: head, which trains nothing but the head; delete one of the two"
         yield BrokenRule("model.freeze", message, ("model.adapt",))
+    for way in ("lp_ft", "lora"):
+        if way != model.adapt and getattr(model, way) is not None:
+            yield BrokenRule(f"model.{way}", f"given beside adapt: {model.adapt}; delete it, or set adapt: {way}", ("model.adapt",))
+    if model.adapt != "lp_ft" or model.lp_ft is None:
+        return
+    if epochs == 1:
+        yield BrokenRule("train.epochs", "1 beside model.adapt: lp_ft, which has two phases; give at least 2", ("model.adapt",))
+    elif isinstance(model.lp_ft.head_epochs, int) and model.lp_ft.head_epochs >= epochs:
+        message = f"{model.lp_ft.head_epochs} of train.epochs: {epochs} leaves none to train everything in; give at most {epochs - 1}"
+        yield BrokenRule("model.lp_ft.head_epochs", message, ("train.epochs",))
 
 
 def _is_manifest(value: Any) -> bool:

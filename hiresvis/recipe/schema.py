@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hiresvis.recipe import quantities, structures, values
 from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS, TASKS, words_of
@@ -95,6 +95,26 @@ class Data(Section):
     ] = _key(None, "A sample set to draw when the folder that holds train is missing.")
 
 
+class Lora(Section):
+    """Low-rank adapters, with adapt: lora."""
+
+    rank: Annotated[int, values.whole(low=1)] = _key(
+        8, "Rows of an adapter's first matrix; a small layer takes fewer, so that no adapter has more numbers than its layer's weight."
+    )
+    alpha: Annotated[float, values.real(above=0)] = _key(16, "An adapter's output is multiplied by alpha / rank.")
+
+
+class LpFt(Section):
+    """The head first and then everything, with adapt: lp_ft."""
+
+    head_epochs: Annotated[Auto | int, values.whole("auto", low=1)] = _key(
+        "auto", "Epochs of the head alone, the first of train.epochs; auto: a fifth of them, one at least."
+    )
+    head_lr: Annotated[Auto | float, values.real("auto", above=0)] = _key(
+        "auto", "Learning rate of the head alone; optim.lr is what follows."
+    )
+
+
 class Model(Section):
     """The network and what of it is trained."""
 
@@ -104,9 +124,11 @@ class Model(Section):
         None, "A run folder or weights with other classes: new head, reported."
     )
     image_size: Annotated[tuple[int, int], structures.image_size()] = _key(1024, "Pixels: one number for a square, or [height, width].")
-    adapt: Annotated[Literal["full", "head"], values.choice("full", "head", later=("lp_ft", "lora"))] = _key(
-        "full", "What is trained: everything, or the head alone."
+    adapt: Annotated[Literal["full", "head", "lp_ft", "lora"], values.choice("full", "head", "lp_ft", "lora")] = _key(
+        "full", "What is trained: everything, the head alone, the head first and then everything, or the head and low-rank adapters."
     )
+    lp_ft: LpFt | None = _key(None, "With adapt: lp_ft, its two phases; else null.")
+    lora: Lora | None = _key(None, "With adapt: lora, its adapters; else null.")
     freeze: Annotated[Literal["none", "stem"] | int, values.whole("none", "stem", low=1)] = _key(
         "none", "What is not trained: nothing, the stem, or the stem and the first n stages."
     )
@@ -114,6 +136,13 @@ class Model(Section):
         "auto", "BatchNorm statistics: of the micro-batch, or frozen; auto: frozen below micro-batch 8."
     )
     drop_path: Annotated[Auto | float, values.real("auto", low=0, below=1)] = _key("auto", "Stochastic depth.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_own_section(cls, raw: Any) -> Any:
+        """The way that adapt names has its section, at its defaults where it is not given."""
+        way = raw.get("adapt") if isinstance(raw, dict) else None
+        return {**raw, way: {}} if way in ("lp_ft", "lora") and raw.get(way) is None else raw
 
 
 class Memory(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hiresvis.backbone.build import coarse_layers
+from hiresvis.backbone.lora import PARTS, add_adapters
 from hiresvis.backbone.record import fake_copy
 from hiresvis.errors import Problem, RecipeError
 
@@ -60,6 +61,35 @@ def train_head_only(model: nn.Module) -> tuple[str, ...]:
             parameter.requires_grad_(False)
             frozen.append(name)
     return tuple(frozen)
+
+
+def train_adapters(
+    model: nn.Module, *, rank: int, alpha: float, frozen: Collection[str], image_size: tuple[int, int], in_chans: int, seed: int
+) -> tuple[str, ...]:
+    """Gives low-rank adapters to the model outside of its classifier, and takes all but the two out of training (`backbone.lora`).
+
+    Norms stay as they are, affine weights and statistics (as in Hu et al. 2021): so no result depends on the micro-batch.
+
+    Args:
+        frozen: names of parameters whose layers get none (from `freeze`).
+
+    Returns:
+        The names of the layers that have adapters.
+
+    Raises:
+        RecipeError: no layer is left that could have one.
+    """
+    head = frozenset(classifier_parameters(model))
+    without = head.union(frozen)
+    adapted = add_adapters(model, rank=rank, alpha=alpha, image_size=image_size, in_chans=in_chans, without=without, seed=seed)
+    if not adapted:
+        where = " outside of the frozen stages" if frozen else ""
+        message = f"lora, but the model has no linear layer and no 1x1 convolution{where} to adapt, the head aside; use full or head"
+        raise RecipeError([Problem(message, key="model.adapt")])
+    trained = head.union(f"{name}.{part}" for name in adapted for part in PARTS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return adapted
 
 
 def freeze_norm(model: nn.Module) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Keeper:
         unpack_rng(without_prefix("rng", snapshot.tensors), snapshot.state["rng"])
 
     def save_best(self, progress: Progress, value: float) -> None:
-        """Writes the best weights, with the epoch and the value that they are the best by.
+        """Writes the best weights, adapters merged, with the epoch and the value that they are the best by.
 
         Raises:
             EnvironmentFailed: not written; earlier best weights are intact.
@@ -110,7 +110,7 @@ class Keeper:
         save_weights(self._best, self._step.evaluated_weights(), metadata=note)
 
     def save_last(self, progress: Progress) -> None:
-        """Writes the present weights (averaged, where there is an average).
+        """Writes the present weights (averaged, where there is an average), adapters merged.
 
         Raises:
             EnvironmentFailed: not written; earlier last weights are intact.

@@ -28,6 +28,7 @@ _OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _REFERENCE_BATCH = 64
 _ADAMW_LR: Mapping[str, float] = {"full": 5e-4, "transformer": 1e-4, "scratch": 1e-3, "head": 5e-3}
 _SGD_LR: Mapping[str, float] = {"full": 0.01, "transformer": 0.01, "scratch": 0.025, "head": 0.1}
+_LORA_FACTOR = 10  # over fine-tuning all layers
 _CASES: Mapping[str, str] = {
     "full": "fine-tuning all layers",
     "transformer": "fine-tuning a transformer without layer decay",
@@ -94,16 +95,19 @@ def auto_lr(
     He et al. 2022), 1e-4 where a transformer is fine-tuned without layer decay, 1e-3 from scratch (DeiT and ConvNeXt at their batches,
     rescaled); Lion a fifth of AdamW's, Muon the same, for it is scaled to AdamW's
     step size; SGD 0.01 for fine-tuning (the middle of the best range in Kornblith et al. 2019, "Do better ImageNet models transfer
-    better?"), 0.1 per 256 from scratch (Goyal). A new linear classifier alone bears ten times more.
+    better?"), 0.1 per 256 from scratch (Goyal). A new linear classifier alone bears ten times more. So do adapters: over many sizes and
+    ranks the best rate of LoRA is about ten times that of fine-tuning everything (Schulman et al. 2025, "LoRA Without Regret"); they have
+    no layer decay, and a transformer's rate without one is what is multiplied.
 
     Args:
         batch: what the optimizer sees.
-        adapt: "full" or "head".
+        adapt: "full" (also of the second phase of lp_ft), "head" (also of its first) or "lora".
         transformer: `is_transformer(model)`.
     """
+    times = _LORA_FACTOR if adapt == "lora" else 1
     if adapt == "head":
         case = "head"
-    elif not pretrained:
+    elif not pretrained and adapt != "lora":
         case = "scratch"
     elif transformer and layer_decay is None:
         case = "transformer"
@@ -115,12 +119,16 @@ def auto_lr(
     else:
         base, factor, rule = _ADAMW_LR[case], math.sqrt(ratio), f"sqrt({batch}/{_REFERENCE_BATCH})"
         base *= _LION_SHARE if name == "lion" else 1.0
-    value = float(f"{base * factor:.3g}")  # what is printed is what is used
+    value = float(f"{times * base * factor:.3g}")  # what is printed is what is used
+    if adapt == "lora":
+        return value, f"{name}, low-rank adapters, {times} times the rate of {_CASES[case]}: {times} x {base:g} x {rule}"
     return value, f"{name}, {_CASES[case]}: {base:g} x {rule}"
 
 
-def auto_layer_decay(model: nn.Module, *, pretrained: bool = True) -> tuple[float | None, str]:
+def auto_layer_decay(model: nn.Module, *, pretrained: bool = True, adapt: str = "full") -> tuple[float | None, str]:
     """Layer-wise learning-rate decay and its reason: 0.75 for pretrained transformers (BEiT, Bao et al. 2022; MAE, He et al. 2022)."""
+    if adapt == "lora":
+        return None, "adapters: the weights themselves do not move, and every adapter begins at zero"
     if not pretrained:
         return None, "no pretrained layers to keep"
     if is_transformer(model):
@@ -157,16 +165,22 @@ class Schedule:
         kind: cosine (to 1% of lr at the last step); step (a tenth after each third of the run); plateau (a third, about, after two epochs
             without a better metric: the trainer's matter, which knows the metric); or constant.
         warmup: steps of linear rise from lr / (warmup + 1).
-        steps: of the whole run.
+        steps: that it is made for.
+        before: the schedule of the run's first phase, whose steps come first; None: there is none.
     """
 
     lr: float
     kind: ScheduleName
     warmup: int
     steps: int
+    before: Schedule | None = None
 
     def at(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, from 0. Steps after the last one keep its rate."""
+        """The learning rate of the run's optimizer step `step`, from 0. Steps after the last one keep its rate."""
+        if self.before is not None:
+            if step < self.before.steps:
+                return self.before.at(step)
+            step -= self.before.steps
         if step < self.warmup:
             return self.lr * (step + 1) / (self.warmup + 1)
         if self.kind in ("constant", "plateau"):
@@ -193,8 +207,8 @@ class Schedule:
         return lr
 
 
-def build_schedule(*, lr: float, schedule: ScheduleName, warmup: float | int | str, steps: int) -> Schedule:
-    """The schedule of a run of `steps` optimizer steps.
+def build_schedule(*, lr: float, schedule: ScheduleName, warmup: float | int | str, steps: int, before: Schedule | None = None) -> Schedule:
+    """The schedule of `steps` optimizer steps, of a whole run or of what follows on `before`.
 
     Raises:
         ValueError: an unknown schedule, or a warm-up that does not fit in steps.
@@ -202,4 +216,4 @@ def build_schedule(*, lr: float, schedule: ScheduleName, warmup: float | int | s
     known = get_args(ScheduleName)
     if schedule not in known:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(known)}")
-    return Schedule(lr=lr, kind=schedule, warmup=warmup_steps(warmup, steps), steps=steps)
+    return Schedule(lr=lr, kind=schedule, warmup=warmup_steps(warmup, steps), steps=steps, before=before)

@@ -80,6 +80,10 @@ class Progress:
         """Mean loss over the epoch so far; NaN when no step was applied."""
         return self.loss_sum / self.loss_images if self.loss_images else float("nan")
 
+    def next_phase(self) -> None:
+        """Forgets what was to be expected of the loss and the metric: something else is trained from here on."""
+        self.epochs_since_best, self.trend = 0, LossTrend()
+
     def next_epoch(self) -> None:
         """Opens the next epoch."""
         self.epoch += 1

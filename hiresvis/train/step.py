@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hiresvis.backbone.lora import merged_state
 from hiresvis.device import AUTOCAST_DTYPES
 from hiresvis.train.average import Average
 from hiresvis.train.batches import running_statistics
@@ -191,8 +192,8 @@ class TrainStep:
         return nullcontext() if self.average is None else self.average.in_place()
 
     def evaluated_weights(self) -> dict[str, Tensor]:
-        """The state dict of these weights."""
-        return dict(self.model.state_dict()) if self.average is None else self.average.weights(self.model)
+        """The state dict of these weights, low-rank adapters merged: a plain model's."""
+        return merged_state(self.model, self.model.state_dict() if self.average is None else self.average.weights(self.model))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scaler's state, plain numbers (empty unless fp16)."""

@@ -33,6 +33,7 @@ from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.keeper import Keeper
 from hiresvis.train.metrics import is_better
 from hiresvis.train.optim import Schedule
+from hiresvis.train.phases import HeadFirst
 from hiresvis.train.progress import Progress, RunLimits
 from hiresvis.train.recovery import Recovery, Setback
 from hiresvis.train.relief import Relief, evaluation_in_room
@@ -63,6 +64,7 @@ class Trainer:
         val_loader: `len()` and items likewise.
         schedule: learning rate of each optimizer step, counted from 0 over the whole run.
         train_mode: puts the model in train mode, frozen parts left in eval (`TrainMode`).
+        head_first: trains the head alone for the first epochs; None: everything that is trained is so from the first on.
         limits: when to stop and to save.
         metric: the one of `metrics.METRICS` that decides which epoch is best.
         run_dir: `weights/` and `snapshot/` are written there.
@@ -87,6 +89,7 @@ class Trainer:
         val_loader: Any,
         schedule: Schedule,
         train_mode: Callable[[], None],
+        head_first: HeadFirst | None = None,
         limits: RunLimits,
         metric: str,
         run_dir: Path,
@@ -104,6 +107,7 @@ class Trainer:
         self.best_evaluation: Evaluation | None = None
         self._step, self._train_loader, self._val_loader = step, train_loader, val_loader
         self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
+        self._head_first = head_first
         self._stop = StopRequest() if stop is None else stop
         self._relief = relief
         self._keeper = Keeper(step, run_dir)
@@ -152,7 +156,8 @@ class Trainer:
     def _epochs(self) -> Iterator[Event]:
         limits, reason = self._limits, "completed"
         while self.progress.epoch <= limits.epochs:
-            if limits.early_stop is not None and self.progress.epochs_since_best >= limits.early_stop:
+            waits = self._head_first is not None and self.progress.epoch <= self._head_first.epochs
+            if limits.early_stop is not None and self.progress.epochs_since_best >= limits.early_stop and not waits:
                 reason = "early_stop"
                 break
             if self._stop.requested:
@@ -187,7 +192,12 @@ class Trainer:
         if progress.step >= progress.num_steps:  # it was interrupted in evaluation
             return None
         self._train_loader.set_epoch(progress.epoch, first_batch=progress.step)
-        self._train_mode()
+        if self._head_first is None:
+            self._train_mode()
+        else:
+            self._head_first.train_mode(progress.epoch)
+            if progress.step == 0 and (text := self._head_first.begins(progress.epoch)):
+                yield self._notice("info", text)
         with closing(self._accumulated_batches()) as batches:  # workers end with the loop, however it ends
             setback = yield from self._steps(batches)
         complete = progress.step == progress.num_steps
@@ -358,8 +368,10 @@ class Trainer:
         return usable
 
     def _lower_rate(self) -> Iterator[Notice]:
-        """What the schedule makes of an epoch's result."""
+        """What the schedule makes of an epoch's result; nothing while the head alone is trained."""
         progress = self.progress
+        if self._head_first is not None and progress.epoch <= self._head_first.epochs:
+            return
         if (scale := self._schedule.scale_after(progress.epochs_since_best)) != 1.0:
             progress.lr_scale *= scale
             text = f"{progress.metric} is no better for {progress.epochs_since_best} epochs: {progress.lr_scale:.2g} of the learning rate"
@@ -376,6 +388,8 @@ class Trainer:
             seconds=progress.seconds,
             images_per_second=progress.num_images / progress.seconds if progress.seconds else 0.0,
         )
+        if self._head_first is not None and progress.epoch == self._head_first.epochs:
+            progress.next_phase()
         progress.next_epoch()
         return done
 

@@ -60,6 +60,28 @@ def test_each_kind_of_change(own: dict[str, Entry], load: Load, six_lines: str, 
     assert [(change.key, change.effect) for change in changes(own, load(six_lines, [*overrides, override]))] == said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.adapt=lp_ft"], []),  # what was found
+        (["model.adapt=lp_ft", "train.epochs=100"], [("train.epochs", "taken")]),  # its phase stays as it was settled
+        (["model.adapt=lp_ft", "model.lp_ft.head_epochs=5"], [("model.lp_ft.head_epochs", "refused")]),
+        (["model.adapt=lp_ft", "model.lp_ft.head_lr=0.5"], [("model.lp_ft.head_lr", "taken")]),
+        (["model.adapt=lora"], [("model.adapt", "refused")]),
+        ([], [("model.adapt", "refused")]),
+    ],
+)
+def test_a_way_to_adapt_stays(load: Load, six_lines: str, tmp_path: Path, overrides: list[str], said: list[tuple[str, str]]) -> None:
+    """So do the epochs of its first phase; another way is told once, not key by key."""
+    resolution = Resolution(load(six_lines, ["model.adapt=lp_ft"]))
+    resolution.set("model.lp_ft.head_epochs", 4, "20% of 20 epochs")
+    resolution.set("model.lp_ft.head_lr", 0.01, "a rule")
+    (tmp_path / "recipe.resolved.yaml").write_text(resolution.text())
+    own = read_resolved(tmp_path / "recipe.resolved.yaml")
+    assert own["model.lp_ft.head_epochs"] == Entry("model.lp_ft.head_epochs", 4, "auto", "20% of 20 epochs")
+    assert [(change.key, change.effect) for change in changes(own, load(six_lines, overrides))] == said
+
+
 def test_refused_changes_name_place_values_and_mend(own: dict[str, Entry], load: Load, six_lines: str) -> None:
     """One line each; none where nothing is refused."""
     now = load(six_lines.replace("batch: 16", "batch: 8"), ["model.name=resnet18", "optim.lr=1"])

@@ -52,7 +52,7 @@ def test_every_kind_of_fault_is_told_at_once(problems):
     found = problems(
         "task: segment\n"
         "data: [a, b]\n"
-        "model: {name: resnet18, adapt: lora, image_size: [10, 20, 30]}\n"
+        "model: {name: resnet18, adapt: lore, image_size: [10, 20, 30]}\n"
         "memory: {micro_batch: 32}\n"
         "optim: {lr: -1, lr: 2, weight_decay: 1e-4, warmup: 010}\n"
         "train: {batch: 16, deterministic: on, epochs: 0}\n"
@@ -64,7 +64,7 @@ def test_every_kind_of_fault_is_told_at_once(problems):
     found = problems(
         "task: segment\n"
         "data: [a, b]\n"
-        "model: {name: resnet18, adapt: lora, image_size: [10, 20, 30]}\n"
+        "model: {name: resnet18, adapt: lore, image_size: [10, 20, 30]}\n"
         "memory: {micro_batch: 32}\n"
         "optim: {lr: -1, lr: 2, weight_decay: 1e-4, warmup: 010}\n"
         "train:\n"
@@ -269,6 +269,14 @@ def test_places_are_kept_for_later_findings(load):
         ("data: {train: d, overlap: 12.5%}", "data.overlap", "12.5% beside data.fit: resize"),
         ("train: {batch: 4}\nmemory: {micro_batch: 5}", "memory.micro_batch", "5 is above train.batch, 4"),
         ("model: {name: m, adapt: head, freeze: stem}", "model.freeze", "beside adapt: head"),
+        ("model: {name: m, lora: {rank: 4}}", "model.lora", "given beside adapt: full; delete it, or set adapt: lora"),
+        (
+            "model: {name: m, adapt: lora, lp_ft: {head_epochs: 1}}",
+            "model.lp_ft",
+            "given beside adapt: lora; delete it, or set adapt: lp_ft",
+        ),
+        ("model: {name: m, adapt: lp_ft}\ntrain: {epochs: 1}", "train.epochs", "1 beside model.adapt: lp_ft, which has two phases"),
+        ("model: {name: m, adapt: lp_ft, lp_ft: {head_epochs: 3}}\ntrain: {epochs: 3}", "model.lp_ft.head_epochs", "give at most 2"),
         ("data: {train: d.tsv, label: [x, y]}", "data.label", "an image of task classify has one class; give one column"),
         ("task: multilabel\ndata: {train: d.parquet, label: [x, path]}", "data.label", "path is also the column of data.image"),
         ("task: multilabel\ndata: {train: d}", "data.train", "d is no .csv, .tsv or .parquet; class folders give one class an image"),

@@ -31,6 +31,7 @@ GOOD = [
     ("model.pretrained", "package:efficientnet", "package:efficientnet"),
     ("model.pretrained", "false", False),
     ("model.image_size", "[720, 1280]", (720, 1280)),
+    ("model.adapt", "lora", "lora"),
     ("model.freeze", "2", 2),
     ("model.drop_path", "0", 0.0),
     ("memory.budget", "22GiB", 22 * 2**30),
@@ -97,7 +98,8 @@ BAD = [
     ("model.image_size", "1024.5", "1024.5 is a number; give one whole number of pixels"),
     ("model.image_size", "0", "0 is below 1"),
     ("model.image_size", "true", "true is true/false"),
-    ("model.adapt", "lora", "lora is not there yet; today: full or head"),
+    ("model.adapt", "lore", "lore is none of full, head, lp_ft, lora; did you mean lora?"),
+    ("model.lora", "8", "8 is a whole number, not a mapping; write model.lora: {rank: ...}"),
     ("model.freeze", "0", "0 is below 1; give none, stem or a whole number of at least 1"),
     ("model.freeze", "null", "null is nothing; give none, stem or a whole number of at least 1"),
     ("model.drop_path", "1", "1 is not below 1"),
@@ -184,7 +186,7 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
     ("key", "text"),
     [
         ("task", "segment"),
-        ("model.adapt", "lora"),
+        ("model.adapt", "lore"),
         ("train.epochs", "0"),
         ("optim.lr", "abc"),
         ("memory.budget", "22"),
@@ -224,7 +226,8 @@ task: classify
 data: {train: d, val: 0.15, test: null, image: path, label: label, split: null, group: null, classes: auto, channels: auto,
   scale: auto, region: null, fit: resize, overlap: 25%, background: white, bad_images: error, unseen: error, max_pixels: 500M,
   balance: none, augment: standard, workers: auto, cache: auto}
-model: {name: m, pretrained: true, init_from: null, image_size: 1024, adapt: full, freeze: none, norm: auto, drop_path: auto}
+model: {name: m, pretrained: true, init_from: null, image_size: 1024, adapt: full, lp_ft: null, lora: null, freeze: none,
+  norm: auto, drop_path: auto}
 memory: {budget: auto, micro_batch: auto, spacing: auto, goal: largest, exact: close, precision: auto, channels_last: auto,
   compile: false, on_oom: replan}
 optim: {name: adamw, lr: auto, weight_decay: 0.05, layer_decay: auto, schedule: cosine, warmup: 5%, clip_grad: 1.0, loss: auto,
@@ -243,12 +246,25 @@ def test_a_recipe_does_not_change():
         recipe.train.epochs = 3
 
 
+def test_a_way_to_adapt_has_its_section(load):
+    """At its defaults where it is not given, the rest of it where a part is; a way that is not taken has none."""
+    for adapt, given, found in (
+        ("lora", [], {"lora": {"rank": 8, "alpha": 16.0}, "lp_ft": None}),
+        ("lora", ["model.lora.rank=2"], {"lora": {"rank": 2, "alpha": 16.0}, "lp_ft": None}),
+        ("lp_ft", ["model.lp_ft.head_epochs=3"], {"lora": None, "lp_ft": {"head_epochs": 3, "head_lr": "auto"}}),
+        ("head", [], {"lora": None, "lp_ft": None}),
+    ):
+        model = load(overrides=[f"model.adapt={adapt}", *given]).recipe.model
+        assert model.model_dump(include={"lora", "lp_ft"}) == found
+
+
 def test_every_key_has_a_kind():
-    """Each key is read and written by exactly one kind, and its default survives both."""
-    recipe = Recipe.model_validate(MINIMAL)
+    """Each key is read and written by exactly one kind, and its default survives both; those of a way to adapt where it is taken."""
+    recipes = {way: Recipe.model_validate({**MINIMAL, "model": {"name": "m", "adapt": way}}) for way in ("full", "lp_ft", "lora")}
     for key in keys_of():
         kind = kind_of(key)
-        value = value_of(recipe, key)
+        way = key.split(".")[1] if key.count(".") == 2 else "full"
+        value = value_of(recipes.get(way, recipes["full"]), key)
         assert kind.parse(kind.write(value)) == value, key
     with pytest.raises(ValueError, match="no key"):
         kind_of("optim.nothing")
