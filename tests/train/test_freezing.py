@@ -9,7 +9,7 @@ from timm.layers import DropPath
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hiresvis.errors import RecipeError
-from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze, freeze_norm, needs_two_images, train_head_only
+from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze, freeze_norm, needs_two_images, train_adapters, train_head_only
 
 
 def test_stem_and_first_stages_are_frozen_by_name():
@@ -75,6 +75,46 @@ def test_head_alone_is_trained():
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == {"head.weight", "head.bias"}
     assert not any(module.training for module in model.blocks.modules())
     assert model.head_drop.training
+
+
+def test_adapters_and_head_alone_are_trained():
+    """adapt: lora: no norm, bias or weight of the body has a gradient, and its batch norms keep their statistics; drop-path is on."""
+    model = timm.create_model("test_efficientnet", num_classes=3, drop_path_rate=0.5)
+    names = train_adapters(model, rank=4, alpha=8, frozen=(), image_size=(64, 64), in_chans=3, seed=0)
+    TrainMode(model)()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{name}.{part}" for name in names for part in ("lora_a", "lora_b")} | {"classifier.weight", "classifier.bias"}
+    assert not any(module.training for module in model.modules() if isinstance(module, _BatchNorm))
+    assert any(module.training for module in model.modules() if isinstance(module, DropPath))
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
+def test_frozen_stages_get_no_adapters(name):
+    """With freeze: 2, adapters begin after it, and what is frozen is in eval mode."""
+    model = timm.create_model(name, num_classes=3)
+    frozen = set(freeze(model, 2))
+    size = (160, 160)
+    names = train_adapters(model, rank=4, alpha=8, frozen=frozen, image_size=size, in_chans=3, seed=0)
+    assert names
+    assert not {f"{layer}.weight" for layer in names} & frozen
+    all_layers = train_adapters(timm.create_model(name, num_classes=3), rank=4, alpha=8, frozen=(), image_size=size, in_chans=3, seed=0)
+    assert set(names) == {layer for layer in all_layers if f"{layer}.weight" not in frozen}
+    TrainMode(model)()
+    stages = model.blocks if name == "test_vit" else model.stages
+    assert [any(module.training for module in stage.modules()) for stage in stages][:3] == [False, False, True]
+
+
+def test_a_model_that_adapters_cannot_reach_is_refused():
+    """A network of 3x3 convolutions has no layer for them; with everything frozen there is none left."""
+    given = {"rank": 4, "alpha": 8, "in_chans": 3, "seed": 0, "image_size": (160, 160)}
+    with pytest.raises(
+        RecipeError, match=r"model.adapt  lora, but the model has no linear layer and no 1x1 convolution to adapt, the head"
+    ):
+        train_adapters(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)), frozen=(), **given)
+    model = timm.create_model("test_vit", num_classes=3)
+    frozen = [name for name, _ in model.named_parameters() if not name.startswith("head")]
+    with pytest.raises(RecipeError, match="convolution outside of the frozen stages to adapt"):
+        train_adapters(model, frozen=frozen, **given)
 
 
 def test_head_without_a_classifier_is_refused():

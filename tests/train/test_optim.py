@@ -92,6 +92,18 @@ def test_learning_rate_rule_follows_the_batch_and_gives_its_reason():
     )
 
 
+@pytest.mark.parametrize(("name", "transformer", "full"), [("adamw", False, 5e-4), ("adamw", True, 1e-4), ("sgd", False, 0.01)])
+def test_adapters_learn_at_ten_times_the_rate_of_everything(name, transformer, full):
+    """Of a transformer's without layer decay, since they have none, pretrained or not; lp_ft trains everything at the rate of full."""
+    lr, why = auto_lr(name, batch=64, pretrained=True, adapt="lora", transformer=transformer)
+    assert lr == pytest.approx(10 * full)
+    assert auto_lr(name, batch=64, pretrained=False, adapt="lora", transformer=transformer)[0] == lr
+    assert why.startswith(f"{name}, low-rank adapters, 10 times the rate of fine-tuning ")
+    assert why.endswith(f": 10 x {full:g} x {'sqrt(64/64)' if name == 'adamw' else '64/64'}")
+    both = [auto_lr(name, batch=8, pretrained=True, adapt=adapt, transformer=transformer) for adapt in ("full", "lp_ft")]
+    assert both[0] == both[1]
+
+
 @pytest.mark.parametrize(("name", "value"), [("test_vit", 0.75), ("test_resnet", None), ("test_convnext", None), ("test_maxvit", None)])
 def test_layer_decay_is_for_pretrained_plain_transformers(name, value):
     """0.75 for a ViT with weights; none for convnets and pyramids, nor without weights."""
@@ -99,6 +111,7 @@ def test_layer_decay_is_for_pretrained_plain_transformers(name, value):
     assert is_transformer(model) == (value is not None)
     assert auto_layer_decay(model, pretrained=True)[0] == value
     assert auto_layer_decay(model, pretrained=False)[0] is None
+    assert auto_layer_decay(model, adapt="lora") == (None, "adapters: the weights themselves do not move, and every adapter begins at zero")
 
 
 def test_cosine_rises_then_falls_to_one_percent():
