@@ -318,11 +318,12 @@ def describe_model(trainable: Trainable) -> str:
     total = sum(parameter.numel() for parameter in trainable.model.parameters())
     trained = sum(parameter.numel() for parameter in trainable.model.parameters() if parameter.requires_grad)
     kind = "transformer" if is_transformer(trainable.model) else "network"
-    text = f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
+    text = f"{trainable.backbone.name}: a {kind} of {total / 1e6:.1f} M parameters, "
     if not trainable.adapted:
-        return text
+        return f"{text}{trained / 1e6:.1f} M trained"
     layers = sum(isinstance(module, nn.Linear | nn.Conv2d) for module in trainable.model.modules())
-    return f"{text} ({trained / total:.1%}): the head, and adapters on {len(trainable.adapted)} of {layers} linear layers and convolutions"
+    where = f"the head, and adapters on {len(trainable.adapted)} of {layers} linear layers and convolutions"
+    return f"{text}{trained:,} of them ({trained / total:.1%}) trained: {where}"
 
 
 def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> Loss:
