@@ -58,8 +58,10 @@ class LoraLinear(_Adapter, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return functional.linear(input, self.merged(), self.bias)
-        update = functional.linear(functional.linear(input, self.lora_a) * self.scale, self.lora_b)
-        return super().forward(input) + update
+        wide = super().forward(input)
+        thin = functional.linear(input, self.lora_a) * self.scale
+        # In one operator, so that the update by itself, as wide as the output, is never there.
+        return torch.addmm(wide.flatten(0, -2), thin.flatten(0, -2), self.lora_b.t()).view(wide.shape)
 
 
 class LoraConv2d(_Adapter, nn.Conv2d):

@@ -229,17 +229,19 @@ def _assemble(
     modules = dict(model.named_modules())
     owned: set[int] = set()
 
-    def own_gradients(names: tuple[str, ...]) -> int:
-        total = 0
+    def own_bytes(names: tuple[str, ...]) -> tuple[int, int]:
+        """Of parameters that no unit before has, and of those that are trained."""
+        total = trained = 0
         for module_name in names:
             for parameter in modules[module_name].parameters():
-                if parameter.requires_grad and id(parameter) not in owned:
+                if id(parameter) not in owned:
                     owned.add(id(parameter))
                     total += parameter.nbytes
-        return total
+                    trained += parameter.nbytes if parameter.requires_grad else 0
+        return total, trained
 
-    gradients = {unit.name: own_gradients(unit.modules) for unit in chain.units}
-    rest = own_gradients(("",))  # parameters that glue uses (position embedding, class token): the first glue's
+    own = {unit.name: own_bytes(unit.modules) for unit in chain.units}
+    rest = own_bytes(("",))  # parameters that glue uses (position embedding, class token): the first glue's
 
     known: dict[object, tuple[Recompute, ...]] = {}  # units that behave alike are worked out once
 
@@ -270,9 +272,9 @@ def _assemble(
             ways = ways_by(tapes, sliced=False)
             if sliceable[index // 2]:
                 ways += ways_by(tuple(layout.tape(2 * alike[index // 2] + 1) for layout in in_slices), sliced=True)
-        mine = gradients[unit.name] if unit else 0
-        if unit is None and rest:
-            mine, rest = rest, 0
+        mine = own[unit.name] if unit else rest
+        if unit is None:
+            rest = (0, 0)
         opens = unit is not None and unit.opens_segment
         units.append(
             UnitCosts(
@@ -291,7 +293,8 @@ def _assemble(
                 cast=first.casts(index),
                 held=first.held(index),
                 input_gradient=first.input_gradient(index),
-                parameter_gradients=mine,
+                parameters=mine[0],
+                parameter_gradients=mine[1],
                 flops_to_save=Affine.through(few, flops_to_last_save(tapes[0]), many, flops_to_last_save(tapes[1])),
                 sliceable=sliceable[index // 2] if unit else (),
                 ways=ways,

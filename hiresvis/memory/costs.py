@@ -15,7 +15,7 @@ from typing import Any, Literal
 Kind = Literal["stem", "block", "downsample", "norm", "head", "glue"]
 Tier = Literal["store", "keep", "recompute", "offload", "chunk", "tile"]
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class UnitCosts:
         backward_first, backward_more: highest live bytes above those at the start of the unit's backward (which include
             the output's gradient), when parameter gradients are new, and when they are added to older ones.
         input_gradient: whether the input gets a gradient.
-        parameter_gradients: bytes of the parameter gradients that the unit's backward leaves.
+        parameters: bytes of the unit's parameters, each counted at the first unit that has it.
+        parameter_gradients: of these, bytes of the gradients that the unit's backward leaves.
         flops: multiply-adds times two of one forward.
         flops_to_save: of these, what comes before the last saved tensor, where a second run ends.
         traffic: bytes that the operators of one forward read and write.
@@ -175,6 +176,7 @@ class UnitCosts:
     backward_first: Highest
     backward_more: Highest
     input_gradient: bool
+    parameters: int
     parameter_gradients: int
     flops: Affine
     flops_to_save: Affine
@@ -186,10 +188,11 @@ class UnitCosts:
     gradients_beside: tuple[int, ...] = ()
 
     @property
-    def num_runs(self) -> int:
+    def num_runs(self) -> float:
         """Forwards that a step's work on the unit amounts to: its backward is two where the input needs a gradient too, one where only
-        its weights do, none where all is frozen."""
-        return 1 + int(self.input_gradient) + int(self.parameter_gradients > 0)
+        its weights do, none where all is frozen. Where few of its weights are trained (adapters beside frozen ones), their gradients are
+        as much less work as they have fewer numbers."""
+        return 1 + int(self.input_gradient) + self.parameter_gradients / max(1, self.parameters)
 
     @property
     def saves_anything(self) -> bool:
@@ -273,7 +276,7 @@ class MemoryProfile:
     @property
     def step_flops(self) -> int:
         """FLOPs of one image's forward and backward."""
-        return sum(unit.num_runs * unit.flops.slope for unit in self.units)
+        return int(sum(unit.num_runs * unit.flops.slope for unit in self.units))
 
 
 def _unit_from_json(row: Mapping[str, Any]) -> UnitCosts:

@@ -85,7 +85,7 @@ class Prices:
 
     def of_step(self, profile: MemoryProfile) -> int:
         """A step without recompute: forward, and backward as often as it has kinds of gradients to make."""
-        return sum(unit.num_runs * self.work(index, unit.flops.slope, unit.traffic.slope) for index, unit in enumerate(profile.units))
+        return int(sum(unit.num_runs * self.work(index, unit.flops.slope, unit.traffic.slope) for index, unit in enumerate(profile.units)))
 
 
 def segment_flops(profile: MemoryProfile, segment: Segment) -> int:

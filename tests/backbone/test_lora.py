@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from hiresvis.backbone.lora import LoraConv2d, LoraLinear, adapters, add_adapters, merged_state, remove_adapters
 from hiresvis.memory.peak import StepSetting, predict_peak
@@ -172,6 +173,19 @@ def test_predicted_peak_is_that_of_real_steps(lab, name, precision):
             setting = StepSetting(accumulates=kind == "accumulated", eval_batch=0)
             ratio = predict_peak(profile, segments, 5, setting).counted_bytes / getattr(measured, kind)
             assert abs(ratio - 1) <= TOLERANCE, f"{plan}, {kind}: {ratio - 1:+.2%}"
+
+
+def test_a_step_is_reckoned_at_the_flops_that_it_has(lab):
+    """Forward, gradients of inputs, and of the few trained weights: within 10% of what torch counts (of the first block's backward only
+    what its weights need is reckoned, and it is one of four), a third less than training everything."""
+    name = "vit_tiny_patch16_224"
+    px, _ = lab.SMALL[name]
+    model = lab_model(lab, name)
+    _, profile = lab.trace(model, (px, px), name=name)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(2, 3, px, px)).sum().backward()
+    assert 2 * profile.step_flops == pytest.approx(counter.get_total_flops(), rel=0.1)
+    assert profile.step_flops < 0.75 * lab.small_profile(name).step_flops
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "tf_efficientnet_lite0"])

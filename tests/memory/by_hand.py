@@ -35,6 +35,7 @@ def unit(index: int, **changes: object) -> UnitCosts:
         "backward_first": peak(20),
         "backward_more": peak(25),
         "input_gradient": True,
+        "parameters": 7,
         "parameter_gradients": 7,
         "flops": line(1000),
         "traffic": line(0),

@@ -131,6 +131,17 @@ def test_step_flops_follow_the_gradients_that_are_needed(hand) -> None:
         hand.unit(0, input_gradient=False, parameter_gradients=0), hand.unit(1, input_gradient=False), hand.unit(2), hand.unit(3)
     )
     assert (mixed.forward_flops, mixed.step_flops) == (4000, 1000 + 2000 + 3000 + 3000)
+    assert hand.profile(hand.unit(0, parameters=70)).step_flops == 2100  # adapters: a tenth of the numbers is trained
+
+
+def test_a_segment_that_saves_nothing_keeps_nothing(hand) -> None:
+    """A frozen stem that the plan recomputes is never run again, and its input is let go: the peak is that of a stored one."""
+    frozen = {"saves": (), "interior": hand.line(0), "input_gradient": False, "parameter_gradients": 0}
+    profile = hand.profile(hand.unit(0, **frozen), hand.unit(1, **frozen), hand.unit(2), hand.unit(3))
+    for rest in ((Segment(2, 3), Segment(3, 4)), (Segment(2, 4, "recompute"),)):
+        stored = predict_peak(profile, (Segment(0, 1), Segment(1, 2), *rest), 2, ONE)
+        for recomputed in ((Segment(0, 2, "recompute"),), (Segment(0, 1, "recompute"), Segment(1, 2, "recompute"))):
+            assert predict_peak(profile, (*recomputed, *rest), 2, ONE) == stored
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 5, 40])
