@@ -117,8 +117,8 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
     with torch.no_grad():
         for name, layer in adapters(model):
             weight = merged[f"{name}.weight"]
-            parts = [merged.pop(f"{name}.{part}").to(weight.device) for part in PARTS]
-            merged[f"{name}.weight"] = _merge(weight, *parts, layer.scale)
+            lora_a, lora_b = (merged.pop(f"{name}.{part}").to(weight.device) for part in PARTS)
+            merged[f"{name}.weight"] = _merge(weight, lora_a, lora_b, layer.scale)
     return merged
 
 
