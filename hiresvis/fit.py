@@ -446,7 +446,6 @@ class _Run:
             step=step,
             plan=plan,
             profile=parts.profile,
-            budget=parts.budget,
             limits=parts.limits,
             train_loader=train_loader,
             changed=lambda now: self._write_plan(parts, now, stored),

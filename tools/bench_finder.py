@@ -170,10 +170,12 @@ def train(finder: Finder, plan: Any) -> int:
     meter.start()
     for _ in range(2):
         finder.train_mode()
-        for count in (*[plan.micro_batch] * (2 if plan.accumulation > 1 else 1), max(1, plan.micro_batch - 1)):
-            targets = torch.arange(count) % CLASSES
-            step.accumulate(finder._images(count), targets, batch_images=plan.batch)
-        step.apply()
+        whole, smaller = plan.micro_batch, max(1, plan.micro_batch - 1)
+        for parts in [[whole, whole, smaller]] if plan.accumulation > 1 else [[whole], [smaller]]:
+            for count in parts:
+                targets = torch.arange(count) % CLASSES
+                step.accumulate(finder._images(count), targets, batch_images=plan.batch)
+            step.apply()
         with eval_mode(step.model):
             step.predict(finder._images(plan.eval_batch))
     handle.remove()

@@ -258,12 +258,17 @@ class Finder:
             self.limits = replace(self.limits, prices=priced_by(self.limits.prices, rates))
 
     def planner(self, limits: Limits, reserve: int) -> Planner:
-        """The search with what is known so far."""
+        """The search with what is known so far.
+
+        Args:
+            reserve: below zero, so much less of the process's own size than the budget says stays beside training: what earlier work had
+                freed without giving it back is used again.
+        """
         setting = StepSetting(
             accumulates=False,
             eval_batch=self.eval_batch or 1,
-            baseline_bytes=self.budget.baseline_bytes,
-            reserve_bytes=reserve,
+            baseline_bytes=self.budget.baseline_bytes + min(0, reserve),
+            reserve_bytes=max(0, reserve),
         )
         return Planner(self.profile, self.budget.total_bytes, setting, replace(limits, most=min(limits.most, MOST_IMAGES)))
 
@@ -286,8 +291,8 @@ class Finder:
     def _lessened(self, plan: CheckpointPlan, measured: MeasuredPeak, reserve: int) -> int:
         """The reserve by what the probe measured, where that is less; in steps, so that the same machine finds the same batch again."""
         step = self.budget.total_bytes // _RESERVE_STEPS
-        beyond = max(0, measured.peak_bytes - (plan.predicted_peak_bytes - reserve))
-        found = int(beyond * _SAFETY) + self.budget.reserve_bytes // 4
+        beyond = measured.peak_bytes - (plan.predicted_peak_bytes - reserve)
+        found = int(beyond * _SAFETY if beyond > 0 else beyond / _SAFETY) + self.budget.reserve_bytes // 4
         return min(reserve, -(-found // step) * step)
 
     def _larger(self, plan: CheckpointPlan, reserve: int) -> int:
@@ -306,7 +311,7 @@ class Finder:
         return candidate.micro_batch
 
     def probe(self, plan: CheckpointPlan) -> MeasuredPeak:
-        """Run the plan for three training steps and, where they fit, one evaluation step; leaves no trace.
+        """Run the plan for a few training steps and, where they fit, one evaluation step; leaves no trace.
 
         A size that runs out of memory is an answer, not an error: the exception is left before memory is given back, since its
         traceback holds tensors.
@@ -344,40 +349,46 @@ class Finder:
         )
 
     def _train(self, plan: CheckpointPlan, counter: StorageCounter | None) -> float:
-        """Seconds of the second step's last micro-batch.
+        """Two steps, the second with the optimizer's state there and gradients accumulated; seconds of its last whole micro-batch.
 
-        Batches are not all cut alike: a step of one image less runs too, for kernels hold memory by shape, and allocators by size.
+        Batches are not all cut alike: a micro-batch of one image less runs too, for kernels hold memory by shape, and allocators by size.
         """
-        passes = min(2, plan.accumulation)
+        whole = plan.micro_batch
+        smaller = [whole - 1] if whole > (2 if running_statistics(self.step.model) else 1) else []  # of one image there may be none
         if counter is not None:
             averaged = () if self.step.average is None else self.step.average.tensors
             counter.track([*self.step.model.parameters(), *self.step.model.buffers(), *averaged])
             counter.__enter__()
         try:
             self.train_mode()
-            self._train_step(plan, [plan.micro_batch])
-            seconds = self._train_step(plan, [plan.micro_batch] * passes)
-            smaller = plan.micro_batch - 1
-            if smaller > (1 if running_statistics(self.step.model) else 0):  # of one image there may be none
-                self._train_step(plan, [smaller])
+            self._train_step(plan, [whole])
+            if plan.accumulation > 1:
+                _, seconds, *_ = self._train_step(plan, [whole, whole, *smaller])
+            else:
+                (seconds,) = self._train_step(plan, [whole])
+                self._train_step(plan, smaller)
         finally:
             if counter is not None:
                 counter.__exit__(None, None, None)
         return seconds
 
-    def _train_step(self, plan: CheckpointPlan, parts: Sequence[int]) -> float:
-        started = self.clock()
+    def _train_step(self, plan: CheckpointPlan, parts: Sequence[int]) -> list[float]:
+        """Seconds of each part."""
+        seconds = []
         for count in parts:
             images, targets = self._images(count), self.step.loss_fn.blank_targets(count)
-            if self.step.device.type == "cuda":
-                torch.cuda.synchronize(self.step.device)
+            self._synchronize()
             started = self.clock()
             self.step.accumulate(images, targets, batch_images=plan.batch)
+            self._synchronize()
+            seconds.append(self.clock() - started)
+        if parts:
+            self.step.apply()
+        return seconds
+
+    def _synchronize(self) -> None:
         if self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)
-        seconds = self.clock() - started
-        self.step.apply()
-        return seconds
 
     def _images(self, count: int) -> torch.Tensor:
         (height, width, channels), dtype = self.raw_image

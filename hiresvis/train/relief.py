@@ -19,7 +19,6 @@ from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import is_out_of_memory, release
 from hiresvis.errors import DoesNotFit, EnvironmentFailed, first_line
 from hiresvis.ladder import other_micro_batch, plan_chosen
-from hiresvis.memory.budget import Budget
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import CheckpointPlan, NoPlan
@@ -39,7 +38,7 @@ class Relief:
     Args:
         step: whose model the plan is for.
         plan: that training begins with; applied here.
-        profile, budget, limits: of the search that found it.
+        profile, limits: of the search that found it.
         train_loader: whose micro-batch follows the plan's.
         changed: told of each new plan, to write it down; its EnvironmentFailed is a notice.
         check: raises what speaks against a plan, before it is applied.
@@ -57,7 +56,6 @@ class Relief:
         step: TrainStep,
         plan: CheckpointPlan,
         profile: MemoryProfile,
-        budget: Budget,
         limits: Limits,
         train_loader: Any,
         changed: Callable[[CheckpointPlan], object] = lambda _: None,
@@ -67,7 +65,7 @@ class Relief:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
-        self._step, self._profile, self._budget, self._limits = step, profile, budget, limits
+        self._step, self._profile, self._limits = step, profile, limits
         self._train_loader, self._changed, self._check = train_loader, changed, check
         self._replan, self._resume_command, self._clock = replan, resume_command, clock
         self._times: deque[float] = deque()
@@ -127,9 +125,9 @@ class Relief:
 
         Where nothing of the kind is left, the same plan once more: whoever took the memory may have given it back.
         """
-        base, need, micro_batch = self._budget.baseline_bytes, self.plan.predicted_peak_bytes, self.plan.micro_batch
+        base, need, micro_batch = self.plan.parts["baseline"], self.plan.predicted_peak_bytes, self.plan.micro_batch
         # Evaluation makes room for itself, so it does not stand in training's way here.
-        # The reserve is the plan's own: the finder may have corrected it, and another would make the same plan look tighter.
+        # Baseline and reserve are the plan's own: the finder may have corrected them, and others would make the same plan look tighter.
         setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=base, reserve_bytes=self.plan.parts["reserve"])
         less = base + (need - base) * 9 // 10
         while micro_batch:

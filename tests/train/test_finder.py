@@ -180,6 +180,20 @@ def test_a_size_that_exceeds_the_budget_corrects_the_search(small) -> None:
     assert "Planning again with" in notices[0]
 
 
+def test_a_baseline_that_was_too_high_is_seen_by_the_probe(small) -> None:
+    """Bytes that the budget counted as in use and training uses again: the first size leaves them free, and a larger one is proved."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 32), hidden_bytes=-80 * MIB)
+    events = list(finder.find())
+    (first, first_measured), (last, last_measured) = finder.probed[0], finder.probed[-1]
+    assert finder.budget.total_bytes - first_measured.peak_bytes > 60 * MIB
+    assert last.micro_batch > 1.15 * first.micro_batch
+    assert last_measured.peak_bytes <= finder.budget.total_bytes
+    assert finder.found.plan is last
+    assert last.parts["baseline"] < finder.budget.baseline_bytes
+    assert sum(last.parts.values()) == last.predicted_peak_bytes
+    assert any("less than was left for it" in event.text for event in events if isinstance(event, Notice))
+
+
 class _RunsOut(TrainStep):
     """Out of memory the first few times, as a device would be: in the middle of a step, with its tensors in the frame."""
 

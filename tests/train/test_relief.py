@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hiresvis.device import is_out_of_memory
-from hiresvis.memory.budget import Budget
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.search import Limits, Planner
 from hiresvis.train.relief import Relief
@@ -24,17 +23,22 @@ def traced(small):
     return step, small.trace(step, "test_resnet", PX)
 
 
+@pytest.mark.parametrize("baseline", [0, 300 * MIB])
 @pytest.mark.parametrize("reserve", [1 * MIB, 50 * MIB, 400 * MIB])
-def test_tighter_plan_needs_less_whatever_was_left_in_reserve(small, traced, reserve):
-    """The finder may have raised or lowered the reserve: what is compared is what the plan itself needs, and it falls each time."""
+def test_tighter_plan_needs_less_whatever_was_left_in_reserve(small, traced, reserve, baseline):
+    """The finder may have raised or lowered them: what is compared is what the plan itself needs, and it falls each time."""
     step, profile = traced
-    budget = Budget(GIB, 0, GIB, 0, 50 * MIB, "given")
     limits = Limits(batch=BATCH, micro_batch=None)
-    planner = Planner(profile, GIB, StepSetting(accumulates=False, eval_batch=1, reserve_bytes=reserve), replace(limits, micro_batch=BATCH))
+    planner = Planner(
+        profile,
+        GIB,
+        StepSetting(accumulates=False, eval_batch=1, baseline_bytes=baseline, reserve_bytes=reserve),
+        replace(limits, micro_batch=BATCH),
+    )
     plan = planner.plan(planner.best(BATCH), "")
     loader = small.Images(BATCH, batch=BATCH)
     loader.set_micro_batch = lambda count: None
-    relief = Relief(step=step, plan=plan, profile=profile, budget=budget, limits=limits, train_loader=loader)
+    relief = Relief(step=step, plan=plan, profile=profile, limits=limits, train_loader=loader)
     try:
         needs = [plan.predicted_peak_bytes - plan.parts["reserve"]]
         for _ in range(2):
