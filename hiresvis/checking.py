@@ -99,7 +99,12 @@ def check(
     details["facts"] = facts = _facts(loaded, report, preprocess, augment)
     page = None
     if sheet and preprocess is not None:
-        images = show_images(datasets.train, Pipeline(preprocess, augment), max_pixels=data.max_pixels, seed=loaded.recipe.train.seed)
+        images = show_images(
+            datasets.train,
+            Pipeline(preprocess, augment, assemble.make_masks(loaded, datasets)),
+            max_pixels=data.max_pixels,
+            seed=loaded.recipe.train.seed,
+        )
         page = render_sheet(loaded.path.name, facts, list(images), len(classes) if datasets.train.task == "classify" else 0)
     return CheckReport(found.problems, (*drawn, *report.warnings), report.notes, details, found.exit_code, page)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hiresvis.data.sources import Datasets, load_datasets
 from hiresvis.data.survey import resolve_channels
 from hiresvis.errors import DataError
+from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
 
 
@@ -40,13 +42,24 @@ def read_datasets(
         unseen=data.unseen,
         held_out=held_out,
         look_for_files=look_for_files,
+        read_mask_values=lambda masks: _values_held(loaded, masks),
     )
     if data.classes == "auto" and loaded.recipe.task == "regress":
         resolution.set("data.classes", "auto", "a regression has none; its outputs are the columns of data.label")
     elif data.classes == "auto":
-        columns = isinstance(data.label, tuple)
-        resolution.set("data.classes", found.classes, "the columns of data.label" if columns else "the classes of train, by name")
+        why = "the columns of data.label" if isinstance(data.label, tuple) else "the classes of train, by name"
+        if loaded.recipe.task == "segment":
+            why = "classes.txt, or the values that the masks of train hold"
+        resolution.set("data.classes", found.classes, why)
     return found
+
+
+def _values_held(loaded: LoadedRecipe, masks: Sequence[Path]) -> set[int]:
+    """The values in masks but for the ignored one. What decodes them comes with torch."""
+    from hiresvis.data.mask_census import values_held
+
+    data = loaded.recipe.data
+    return values_held(masks, ignore=data.ignore_index, max_pixels=data.max_pixels, cache_folder=cache_folder())
 
 
 @dataclass(frozen=True, slots=True)

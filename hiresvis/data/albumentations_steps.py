@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for a newer release on import otherwise
@@ -14,7 +14,9 @@ import cv2
 import numpy as np
 
 if TYPE_CHECKING:
-    from hiresvis.data.augment import Strength
+    from hiresvis.data.augment import Apply, Strength
+
+NO_CLASS = 255  # as in masks.IGNORED
 
 
 def transform_names() -> list[str]:
@@ -33,20 +35,24 @@ def build(step: Mapping[str, Any]) -> Any:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in step.items() if key != "name"}
     if "area_for_downscale" in inspect.signature(kind).parameters:
         values.setdefault("area_for_downscale", "image")
+    if {"fill_mask", "border_mode"} <= set(inspect.signature(kind).parameters):
+        values.setdefault("fill_mask", NO_CLASS)  # of what comes from outside of the image
     return kind(**values)
 
 
-def compose(steps: Sequence[Mapping[str, Any]]) -> Callable[[np.ndarray, int], np.ndarray]:
-    """All steps as one function of (h, w, c) and a seed."""
+def compose(steps: Sequence[Mapping[str, Any]]) -> Apply:
+    """All steps as one function of (h, w, c), of a mask (h, w) or None, and of a seed."""
     transforms = [build(step) for step in steps]
     composed = albumentations.Compose(transforms)
 
-    def apply(array: np.ndarray, seed: int) -> np.ndarray:
+    def apply(array: np.ndarray, mask: np.ndarray | None, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
         # Each its own: Compose gives all the same seed, so that of two flips either both or none would happen.
         for transform, own in zip(transforms, np.random.SeedSequence(seed).generate_state(len(transforms), np.uint64), strict=True):
             transform.set_random_seed(int(own))
-        out: np.ndarray = composed(image=array)["image"]
-        return out
+        if mask is None:
+            return composed(image=array)["image"], None
+        out = composed(image=array, mask=mask)
+        return out["image"], out["mask"]
 
     return apply
 

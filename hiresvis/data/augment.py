@@ -55,6 +55,9 @@ STRENGTHS = {
 }
 
 
+Apply = Callable[[np.ndarray, np.ndarray | None, int], tuple[np.ndarray, np.ndarray | None]]
+
+
 class _Backend(Protocol):
     """What the module of a library provides."""
 
@@ -64,8 +67,8 @@ class _Backend(Protocol):
     def build(self, step: Mapping[str, Any]) -> Any:
         """The transform of one step; raises whatever the library raises on a wrong argument."""
 
-    def compose(self, steps: Sequence[Mapping[str, Any]]) -> Callable[[np.ndarray, int], np.ndarray]:
-        """All steps as one function of (h, w, c) and a seed."""
+    def compose(self, steps: Sequence[Mapping[str, Any]]) -> Apply:
+        """All steps as one function of (h, w, c), of a mask (h, w) uint8 or None, and of a seed: both, moved alike."""
 
     def preset(self, strength: Strength | None, *, square: bool, colour: bool) -> list[dict[str, Any]]:
         """The steps of a preset; None: flips and turns alone."""
@@ -77,7 +80,7 @@ class Augment:
     def __init__(self, steps: Sequence[Mapping[str, Any]], library: Library = "albumentations") -> None:
         self.steps = tuple(dict(step) for step in steps)
         self.library = library
-        self._apply: Callable[[np.ndarray, int], np.ndarray] | None = None
+        self._apply: Apply | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"steps": self.steps, "library": self.library, "_apply": None}
@@ -89,10 +92,19 @@ class Augment:
 
     def __call__(self, array: np.ndarray, seed: int) -> np.ndarray:
         """(h, w, c) uint8, or float32 in 0 to 1, to the same shape and type."""
+        return self._applied(array, None, seed)[0]
+
+    def with_mask(self, array: np.ndarray, mask: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """The image as by a call, and its mask (h, w) uint8 moved alike: by the nearest pixel, and what comes from outside is no class."""
+        image, moved = self._applied(array, mask, seed)
+        assert moved is not None
+        return image, np.ascontiguousarray(moved.reshape(moved.shape[:2]))
+
+    def _applied(self, array: np.ndarray, mask: np.ndarray | None, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
         if self._apply is None:
             self._apply = _backend(self.library).compose(self.steps)
-        out = self._apply(array, seed)
-        return np.ascontiguousarray(out.reshape(*out.shape[:2], -1))
+        out, moved = self._apply(array, mask, seed)
+        return np.ascontiguousarray(out.reshape(*out.shape[:2], -1)), moved
 
 
 @cache

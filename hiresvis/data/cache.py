@@ -46,7 +46,8 @@ from hiresvis.units import GIB, KIB, MIB, format_size
 
 KEPT_FREE_BYTES = 2 * GIB  # of the disk, for snapshots and for others: below it nothing more is kept
 _SOURCES = tuple(  # what they say decides the pixels
-    f"data/{name}.py" for name in ("colours", "contract", "decode", "header", "heif", "jpeg2000", "photos", "regions", "tiff", "transforms")
+    f"data/{name}.py"
+    for name in ("colours", "contract", "decode", "header", "heif", "jpeg2000", "masks", "photos", "regions", "tiff", "transforms")
 )
 _LIBRARIES = ("imagecodecs", "numpy", "pillow", "pillow-heif", "simplejpeg", "tifffile")
 _MAGIC = b"hvimage1"

@@ -28,9 +28,11 @@ from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
 from hiresvis.data.contract import examine, hold_to_range, read_through, reads_the_same
 from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
 from hiresvis.data.decode import WHITE, OpenedImage, decode, open_image
-from hiresvis.data.findings import CACHE_NAME, Finding, FindingStore
+from hiresvis.data.findings import CACHE_NAME, IMAGES, Finding, FindingStore
 from hiresvis.data.header import is_of_the_file
 from hiresvis.data.likeness import Look, LookInParts, look_at
+from hiresvis.data.mask_census import MaskFinding, count_masks, look_at_masks, mask_problems, sample_masks
+from hiresvis.data.masks import Masks
 from hiresvis.data.regions import named
 from hiresvis.data.sources import Datasets, Sample
 from hiresvis.data.transforms import Preprocess, Scale
@@ -100,6 +102,7 @@ def check_steps(
     cache_folder: Path | None = None,
     threads: int | None = None,
     copies: ImageCache | None = None,
+    masks: Masks | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[tuple[int, int], None, DataReport]:
     """Checks all splits, file by file; one that is closed in between keeps what it has found in the cache.
@@ -114,6 +117,7 @@ def check_steps(
         cache_folder: where results are remembered; None: nowhere.
         threads: that decode; None: one a core, 4 at most, for each holds an image.
         copies: with `preprocess`: keeps what was decoded for the training that follows.
+        masks: segment: what the values in masks mean; masks are then looked at too, after the images.
         clock: seconds that only go forward.
 
     Yields:
@@ -125,10 +129,11 @@ def check_steps(
     files: dict[str, list[Sample]] = {}
     for sample in {_name(sample): sample for dataset in datasets.splits().values() for sample in dataset.samples}.values():
         files.setdefault(os.path.abspath(sample.file), []).append(sample)
-    total = sum(map(len, files.values()))
+    mask_files = sample_masks(sample for dataset in datasets.splits().values() for sample in dataset.samples)
+    total = sum(map(len, files.values())) + len(set(mask_files))
     looker = _Looker(max_pixels, preprocess, copies, _question(max_pixels, preprocess))
     findings: dict[str, Finding] = {}
-    store = FindingStore(cache_folder)
+    store = FindingStore(cache_folder, IMAGES)
     try:
         keys = {path: looker.key(path) for path in files}
         findings.update(store.read({_name(sample): keys[path] for path, samples in files.items() for sample in samples}))
@@ -150,7 +155,14 @@ def check_steps(
             yield len(findings), total
     finally:
         store.close()
-    report = _report(datasets, findings, preprocess, bad_images, fast)
+    found_masks: dict[Path, MaskFinding] = {}
+    in_time = (lambda: True) if deadline is None else lambda: clock() < deadline
+    for mask, mask_finding in look_at_masks(
+        mask_files, max_pixels=max_pixels, cache_folder=cache_folder, fast=fast, may_decode=in_time, threads=threads
+    ):
+        found_masks[mask] = mask_finding
+        yield len(findings) + len(found_masks), total
+    report = _report(datasets, findings, preprocess, bad_images, fast, found_masks, masks)
     return replace(report, notes=(_not_kept(cache_folder, store.off), *report.notes)) if cache_folder and store.off else report
 
 
@@ -246,7 +258,15 @@ def _reading_rule(preprocess: Preprocess) -> str:
     return f"{preprocess.in_chans} {preprocess.scale} {preprocess.background} {parts}"
 
 
-def _report(datasets: Datasets, findings: Mapping[str, Finding], preprocess: Preprocess | None, bad_images: str, fast: bool) -> DataReport:
+def _report(
+    datasets: Datasets,
+    findings: Mapping[str, Finding],
+    preprocess: Preprocess | None,
+    bad_images: str,
+    fast: bool,
+    found_masks: Mapping[Path, MaskFinding],
+    masks: Masks | None,
+) -> DataReport:
     errors: list[Problem] = []
     warnings: list[Problem] = list(datasets.findings)
     splits: dict[str, Mapping[str, Any]] = {}
@@ -255,8 +275,11 @@ def _report(datasets: Datasets, findings: Mapping[str, Finding], preprocess: Pre
         found = [findings[_name(sample)] for sample in dataset.samples]
         rows += [(name, sample, finding) for sample, finding in zip(dataset.samples, found, strict=True)]
         bad = [_problem(sample, finding.error) for sample, finding in zip(dataset.samples, found, strict=True) if finding.error]
-        (warnings if name == "train" and bad_images == "skip" else errors).extend(bad)
         splits[name] = count(dataset, found, preprocess)
+        if masks is not None:
+            bad += mask_problems(dataset, found, found_masks, masks)
+            splits[name] = {**splits[name], **count_masks(dataset, found, found_masks, masks)}
+        (warnings if name == "train" and bad_images == "skip" else errors).extend(bad)
         warnings += image_warnings(name, splits[name], shown_sizes(dataset.samples, found), preprocess)
     same = same_bytes(rows, read=fast)
     alike = look_alikes(rows, same)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hiresvis.data.decode import OpenedImage, open_image
+from hiresvis.data.masks import Masks, values_of
 from hiresvis.data.regions import Region, Size
 from hiresvis.data.transforms import OVERLAP, Preprocess, Scale
 from hiresvis.errors import DataError, Problem, RunFolderError
@@ -27,11 +28,13 @@ class Contract:
     """All that turns a file into the model's input and its output into names. Written as contract.json; read back, it gives the same bits.
 
     Attributes:
-        task: classify (scores are the softmax of outputs / temperature), multilabel (the sigmoid of each) or regress (see target_mean).
+        task: classify or segment (scores are the softmax of outputs / temperature), multilabel (the sigmoid of each) or regress (see
+            target_mean).
         classes: names in the order of the outputs; to regress, those of the targets.
         target_mean, target_std: to regress, one a target: value = output * std + mean.
         temperature: to classify: outputs are divided by it before the softmax; fitted to val at the end of a run, 1 until then.
         thresholds: of multilabel, one a class: predicted are those whose score is at least theirs; fitted likewise, empty (0.5) until then.
+        ignore_index: to segment, the value of pixels in masks that count nowhere.
         image_size: (height, width).
         fit: "resize", "letterbox", "crop" or "tile".
         background: RGB, 0 to 255, under transparent pixels and around letterboxed images.
@@ -60,6 +63,7 @@ class Contract:
     target_std: tuple[float, ...] = ()
     temperature: float = 1.0
     thresholds: tuple[float, ...] = ()
+    ignore_index: int | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -78,6 +82,10 @@ class Contract:
     def preprocess(self) -> Preprocess:
         """The deterministic pixel part."""
         return Preprocess(self.image_size, self.fit, self.background, self.channels, self.scale, self.interpolation, self.overlap)
+
+    def masks(self) -> Masks | None:
+        """What the values in masks mean; None for other tasks than segment."""
+        return Masks(values_of(self.classes, self.ignore_index), self.ignore_index) if self.task == "segment" else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""

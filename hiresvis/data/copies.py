@@ -10,9 +10,10 @@ from pathlib import Path
 from hiresvis.data.cache import digest_of
 from hiresvis.data.census import place_of, shown_sizes
 from hiresvis.data.findings import Finding
+from hiresvis.data.folders import limited
 from hiresvis.data.likeness import group_alike
 from hiresvis.data.regions import Region
-from hiresvis.data.sources import Sample, limited
+from hiresvis.data.sources import Sample
 from hiresvis.errors import Problem
 
 Row = tuple[str, Sample, Finding]  # of one split

@@ -168,7 +168,7 @@ class OpenedImage:
         if array.ndim != 3 or array.shape[:2] != expected:
             size = " x ".join(str(side) for side in array.shape[1::-1])
             refuse(self._path, f"decodes to {size} px where its header says {header.width} x {header.height}")
-        return _upright(array if self._tiff is not None else array[place.slices], header.orientation)
+        return upright(array if self._tiff is not None else array[place.slices], header.orientation)
 
     def _decode_whole(self, factor: int, lent: bool) -> np.ndarray:
         self._file.seek(0)
@@ -190,7 +190,7 @@ def _as_stored(size: Size | None, header: Header) -> Size | None:
     return size[::-1] if size is not None and header.orientation >= 5 else size
 
 
-def _upright(array: np.ndarray, orientation: int) -> np.ndarray:
+def upright(array: np.ndarray, orientation: int) -> np.ndarray:
     """EXIF orientation undone."""
     if orientation == 1:
         return np.ascontiguousarray(array)

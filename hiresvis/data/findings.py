@@ -11,11 +11,12 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from hiresvis.data.header import Header
 from hiresvis.data.likeness import Look
@@ -26,10 +27,6 @@ _BATCH_S = 2.0
 _AT_ONCE = 500  # names in one question
 _MOST_ROWS = 1_000_000
 _WAIT_S = 30.0  # for another process that writes
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS findings "
-    "(path BLOB PRIMARY KEY, key TEXT, header TEXT, error TEXT, digest BLOB, signature BLOB, spread REAL)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +53,61 @@ class Finding:
         return self.digest is not None or self.error is not None
 
 
-class FindingStore:
-    """Findings by absolute path (of a region, with its place). Not shared between threads.
+class Keyed(Protocol):
+    """A finding of whatever kind."""
+
+    @property
+    def key(self) -> str: ...
+
+
+_Found = TypeVar("_Found", bound=Keyed)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[_Found]):
+    """What the database holds of one kind of finding.
+
+    Attributes:
+        table: its name. columns: with their types, after path and key.
+        cells: of a finding, after path and key. found: the finding again, of its key and cells.
+    """
+
+    table: str
+    columns: str
+    cells: Callable[[_Found], tuple[object, ...]]
+    found: Callable[..., _Found]
+
+
+class FindingStore(Generic[_Found]):
+    """Findings of one kind by absolute path (of a region, with its place). Not shared between threads.
 
     Attributes:
         off: why nothing new is kept, once that is so; what is there is still read.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, kind: Kind[_Found]) -> None:
         self.off = ""
+        self._kind = kind
         self._path = None if folder is None else folder / CACHE_NAME
-        self._new: dict[str, Finding] = {}
+        self._new: dict[str, _Found] = {}
         self._written_at = time.monotonic()
         self._database = self._open()
 
-    def read(self, keys: Mapping[str, str]) -> dict[str, Finding]:
+    def read(self, keys: Mapping[str, str]) -> dict[str, _Found]:
         """Those of the paths whose key is still this one."""
-        found: dict[str, Finding] = {}
+        found: dict[str, _Found] = {}
         paths = iter(keys)
         while self._database is not None and (some := [os.fsencode(path) for path in islice(paths, _AT_ONCE)]):
             try:
-                rows = self._database.execute(f"SELECT * FROM findings WHERE path IN ({','.join('?' * len(some))})", some).fetchall()
-                known = {os.fsdecode(path): _finding(*values) for path, *values in rows}
+                marks = ",".join("?" * len(some))
+                rows = self._database.execute(f"SELECT * FROM {self._kind.table} WHERE path IN ({marks})", some).fetchall()
+                known = {os.fsdecode(path): self._kind.found(*values) for path, *values in rows}
             except (sqlite3.Error, ValueError, TypeError):
                 return found
             found.update((path, finding) for path, finding in known.items() if finding.key == keys[path])
         return found
 
-    def add(self, path: str, finding: Finding) -> None:
+    def add(self, path: str, finding: _Found) -> None:
         """Keeps a finding; written with others every two seconds."""
         self._new[path] = finding
         if time.monotonic() - self._written_at > _BATCH_S:
@@ -92,11 +116,12 @@ class FindingStore:
     def write(self) -> None:
         """Writes what was added."""
         if self._database is not None and self._new:
-            rows = [_row(path, finding) for path, finding in self._new.items()]
+            table = self._kind.table
+            rows = [(os.fsencode(path), finding.key, *self._kind.cells(finding)) for path, finding in self._new.items()]
             try:
                 with self._database:
-                    self._database.executemany("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-                    self._database.execute("DELETE FROM findings WHERE rowid <= (SELECT max(rowid) FROM findings) - ?", [_MOST_ROWS])
+                    self._database.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(rows[0]))})", rows)
+                    self._database.execute(f"DELETE FROM {table} WHERE rowid <= (SELECT max(rowid) FROM {table}) - ?", [_MOST_ROWS])
             except sqlite3.Error as error:
                 self.off = str(error)
         self._new = {}
@@ -118,7 +143,9 @@ class FindingStore:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 database = sqlite3.connect(self._path, timeout=_WAIT_S)
                 with database:
-                    database.execute(_TABLE)
+                    database.execute(
+                        f"CREATE TABLE IF NOT EXISTS {self._kind.table} (path BLOB PRIMARY KEY, key TEXT, {self._kind.columns})"
+                    )
             except sqlite3.OperationalError as error:  # not writable, or a folder in its place
                 self.off = str(error)
                 return None
@@ -135,11 +162,11 @@ class FindingStore:
         return None
 
 
-def _row(path: str, finding: Finding) -> tuple[object, ...]:
+def _cells(finding: Finding) -> tuple[object, ...]:
     header = None if finding.header is None else json.dumps(astuple(finding.header))
     error = None if finding.error is None else finding.error.encode("utf-8", "backslashreplace").decode()  # it may quote a file's name
     look = (None, None) if finding.look is None else (finding.look.signature, finding.look.spread)
-    return os.fsencode(path), finding.key, header, error, finding.digest, *look
+    return header, error, finding.digest, *look
 
 
 def _finding(
@@ -147,3 +174,6 @@ def _finding(
 ) -> Finding:
     look = None if signature is None or spread is None else Look(signature, spread)
     return Finding(key, None if header is None else Header(*json.loads(header)), error, digest, look)
+
+
+IMAGES = Kind("findings", "header TEXT, error TEXT, digest BLOB, signature BLOB, spread REAL", _cells, _finding)

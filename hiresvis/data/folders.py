@@ -16,6 +16,9 @@ IMAGE_EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".svs", ".bmp", ".jp2", ".j2k", ".heic", ".heif", ".avif"}
 )
 SYSTEM_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"})
+PAIR_FOLDERS = ("images", "masks")
+CLASS_FILE = "classes.txt"
+MAX_PROBLEMS = 20
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
 
 
@@ -33,6 +36,7 @@ class Entry(NamedTuple):
     group: str | None = None
     split: str | None = None
     region: Region | None = None
+    mask: Path | None = None  # segment; None: every pixel is of the first class
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,63 @@ def scan_class_folders(root: Path) -> Scan:
     warnings = [f"{root}: {len(loose)} images outside any class folder are left out, the first is {loose[0]}"] if loose else []
     entries.sort(key=lambda entry: entry.name)
     return Scan(tuple(entries), folders, tuple(sorted(walk.ignored)), walk.skipped, tuple(warnings))
+
+
+def scan_pairs(root: Path) -> Scan:
+    """Every image of `root/images` with the mask of its name in `root/masks`, extensions aside, sorted by relative path.
+
+    Raises:
+        DataError: a folder is missing, an image has no mask or several, or two images share one.
+    """
+    lacking = [name for name in PAIR_FOLDERS if not (root / name).is_dir()]
+    if lacking:
+        text = f"no folder {' and no folder '.join(lacking)}: expected {root.name}/images and {root.name}/masks, or a manifest"
+        raise DataError([Problem(text, str(root))])
+    walk = _Walk(root)
+    images, masks = dict[str, list[str]](), dict[str, list[str]]()
+    for folder, found in zip(PAIR_FOLDERS, (images, masks), strict=True):
+        for name in walk.images(root / folder, f"{folder}/"):
+            found.setdefault(os.path.splitext(name.partition("/")[2])[0], []).append(name)
+    problems = []
+    for stem, names in sorted(images.items()):
+        if len(names) > 1:
+            problems.append(Problem(f"{' and '.join(names)} would share a mask; name images apart from their extensions", str(root)))
+        elif len(of_it := masks.get(stem, [])) != 1:
+            what = f"has {len(of_it)} masks, {' and '.join(of_it)}; keep one" if of_it else f"has no mask; expected masks/{stem}.png"
+            problems.append(Problem(what, str(root / names[0])))
+    if problems:
+        raise DataError(limited(problems))
+    alone = sorted(names[0] for stem, names in masks.items() if stem not in images)
+    warnings = [f"{root}: {len(alone)} masks without an image are left out, the first is {alone[0]}"] if alone else []
+    pairs = sorted((names[0], masks[stem][0]) for stem, names in images.items())
+    entries = [Entry(root / name, name, str(root / name), None, mask=root / mask) for name, mask in pairs]
+    return Scan(tuple(entries), (), tuple(sorted(walk.ignored)), walk.skipped, tuple(warnings))
+
+
+def listed_classes(folder: Path) -> tuple[str, ...]:
+    """The lines of `classes.txt` in a folder, names in the order of the masks' values; nothing where there is no such file.
+
+    Raises:
+        DataError: it cannot be read, or names a class twice.
+    """
+    path = folder / CLASS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError:
+        return ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError([Problem(f"cannot be read: {error}", str(path))]) from error
+    names = tuple(line.strip() for line in lines if line.strip())
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise DataError([Problem(f"names {', '.join(twice)} twice; one line a class", str(path))])
+    return names
+
+
+def limited(problems: Sequence[Problem], limit: int = MAX_PROBLEMS) -> list[Problem]:
+    """The first problems, and one that counts the rest."""
+    rest = len(problems) - limit
+    return [*problems] if rest <= 0 else [*problems[:limit], Problem(f"... and {rest} more of these")]
 
 
 def scan_unlabelled(paths: Sequence[Path]) -> Scan:

@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ Target = int | tuple[float, ...] | None
 SEPARATOR = "|"  # between the names of one image
 _LARGEST = 1e30  # of a target: squares and float32 hold it, and what is larger stands for a missing value
 _SHOWN = 20  # names in a message
+MOST_MASK_CLASSES = 255  # of one byte, whose last value is no class
 MISSING_TEXTS = ("", "nan", "<na>")  # of a cell that has no value, in lower case
 _FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
@@ -31,8 +32,9 @@ class LabelReader:
     """Reads the label cells of rows.
 
     Args:
-        task: classify | multilabel | regress.
-        label: the column, or a list of columns (multilabel: of 0 and 1; regress: of numbers).
+        task: classify | multilabel | regress | segment.
+        label: the column, or a list of columns (multilabel: of 0 and 1; regress: of numbers). Of segment a cell is the mask's path, left as
+            it is written; empty: there is nothing but the first class.
     """
 
     def __init__(self, task: str, label: str | Sequence[str]) -> None:
@@ -52,6 +54,8 @@ class LabelReader:
         if cells in self._seen:
             return self._seen[cells], []
         problems: list[str] = []
+        if self.task == "segment":
+            return self._path(cells[0], problems), problems
         if self.task == "regress":
             numbers = [self._number(cell, column, problems) for cell, column in zip(cells, self.columns, strict=True)]
             return tuple(numbers), problems
@@ -68,6 +72,12 @@ class LabelReader:
     def _class(self, cell: str | None, problems: list[str]) -> str:
         if cell is None or cell.lower() in MISSING_TEXTS:
             problems.append(f"no label in column {self.columns[0]!r}{_kind(cell)}; fill it in, or leave the row out")
+        return cell or ""
+
+    def _path(self, cell: str | None, problems: list[str]) -> str:
+        if cell is None or (cell and cell.lower() in MISSING_TEXTS):
+            text = f"no mask in column {self.columns[0]!r}{_kind(cell)}"
+            problems.append(f"{text}; an image of nothing but the first class has an empty text there")
         return cell or ""
 
     def _names(self, cell: str | None, problems: list[str]) -> tuple[str, ...]:
@@ -211,6 +221,35 @@ def refuse_flags_as_names(scan: Scan, train: Path, column: str | Sequence[str]) 
         f"for classes that are called so, data.classes: [{classes}]"
     )
     raise DataError([Problem(text, str(train), "data.label")])
+
+
+def mask_classes(
+    scan: Scan, train: Path, given: Sequence[str] | None, read_values: Callable[[Sequence[Path]], Iterable[int]]
+) -> tuple[str, ...]:
+    """The classes of masks in the order of their values: the given list; else classes.txt; else the values that the masks of train hold.
+
+    Raises:
+        DataError: fewer than two, more than a mask of one byte can tell apart, or one of them twice.
+    """
+    names = tuple(given) if given is not None else scan.folders
+    if not names:
+        found = set(read_values([entry.mask for entry in scan.entries if entry.mask is not None]))
+        names = tuple(map(str, sorted(found)))
+    key = "data.classes" if given is not None else "data.train"
+    if len(names) < 2:
+        found_text = f"the masks hold the value {names[0]} alone" if names else "no mask holds a class"
+        text = f"{names[0] if names else 'none'} is the only class" if given is not None else f"{found_text}, the ignored one aside"
+        mend = "two are needed to tell apart; data.ignore_index says which value is ignored, 255 where nothing is given"
+        raise DataError([Problem(f"{text}; {mend}", str(train), key)])
+    if len(names) > MOST_MASK_CLASSES:
+        text = (
+            f"{len(names)} classes, from {names[0]} to {names[-1]}, and {MOST_MASK_CLASSES} are the most; numbers of objects are no classes"
+        )
+        raise DataError([Problem(text, str(train), key)])
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise DataError([Problem(f"given twice: {', '.join(twice)}", key="data.classes")])
+    return names
 
 
 def without_unseen(scan: Scan, split: str, classes: tuple[str, ...], unseen: str, findings: list[Problem], problems: list[Problem]) -> Scan:

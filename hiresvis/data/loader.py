@@ -16,6 +16,7 @@ import torch
 
 from hiresvis.data.balance import balanced_order
 from hiresvis.data.cache import ImageCache
+from hiresvis.data.masks import Masks
 from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
 from hiresvis.data.mixing import Mixing
 from hiresvis.data.sources import Sample
@@ -197,6 +198,8 @@ class EvalLoader:
     With fit "tile" a sample is as many images as it has windows, one after another and across items (`train.joining` brings them
     together), and the batch counts windows. Held at once are the batches on their way, and in each process that loads one open image: of
     a tiled TIFF its file, of anything else its pixels, decoded once there however many batches its windows fill.
+
+    With `masks` (segment) each item tells where its images lie in their files, and, `with_truth`, what the masks say there.
     """
 
     def __init__(
@@ -211,13 +214,15 @@ class EvalLoader:
         pin: bool = False,
         start_method: str | None = None,
         cache: ImageCache | None = None,
+        masks: Masks | None = None,
+        with_truth: bool = True,
     ) -> None:
         assert bad_images in ("error", "skip"), bad_images
         self.samples = tuple(samples)
         self.skipped: list[tuple[str, str]] = []
         self.set_batch(batch)
-        skip = bad_images == "skip"
-        self._source = ImageSource(self.samples, Pipeline(preprocess), max_pixels, 0, skip, training=False, cache=cache)
+        pipeline, skip = Pipeline(preprocess, masks=masks), bad_images == "skip"
+        self._source = ImageSource(self.samples, pipeline, max_pixels, 0, skip, training=False, cache=cache, with_truth=with_truth)
         self._windows: tuple[int, ...] | None = None
         self._iteration = 0
         self._engine = Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)

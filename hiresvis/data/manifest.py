@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from hiresvis.data.bounds import Bounds
-from hiresvis.data.folders import Entry, Scan
+from hiresvis.data.folders import Entry, Label, Scan
 from hiresvis.data.labels import MISSING_TEXTS, LabelReader, cell_text
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
 from hiresvis.data.tables import csv_rows, parquet_rows
@@ -102,6 +102,9 @@ class _Rows:
         elif "\0" in written or (inside and self._look and not os.path.lexists(file)):
             said.insert(0, f"no such file: {file}".replace("\0", "\\0"))
             self.num_missing += 1
+        mask = None
+        if self._labels.task == "segment":
+            mask, label = self._mask_of(place, label, said), None
         group = split = region = None
         if self._group is not None:
             group = self._group_of(cells[self._group], said)
@@ -115,13 +118,23 @@ class _Rows:
             name = named(_normal(written), region)
             earlier = self._earlier(name, written, file, region)
             if earlier is None:
-                self.entries.append(Entry(file, name, place, label, group, split, region))
+                self.entries.append(Entry(file, name, place, label, group, split, region, mask))
                 return
             first = self.entries[earlier]
             other = f" with label {first.label!r}" if first.label != label else ""
             what = "an image" if region is None else "a region"
             said = [f"{name} is listed before, at {first.row}{other}; keep one row {what}"]
         self.problems += [Problem(text, place) for text in said]
+
+    def _mask_of(self, place: str, label: Label, said: list[str]) -> Path | None:
+        """The file of a mask; None where there is nothing but the first class, and where there are problems."""
+        if not isinstance(label, str) or not label:
+            return None
+        file = self._locate(label)
+        if "\0" in label or (self.bounds.hold(place, label, file) and self._look and not os.path.lexists(file)):
+            said.append(f"no such mask: {file}".replace("\0", "\\0"))
+            return None
+        return Path(file)
 
     def _group_of(self, cell: str | None, said: list[str]) -> str | None:
         if cell is None or cell.lower() in MISSING_TEXTS:

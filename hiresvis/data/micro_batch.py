@@ -6,8 +6,9 @@ task to task is the image whose windows are being read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import cv2
@@ -20,9 +21,11 @@ from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import load_image, load_window
 from hiresvis.data.decode import OpenedImage, open_image
 from hiresvis.data.labels import Target
+from hiresvis.data.masks import IGNORED, Masks, mask_size, of_the_mask, size_problem
 from hiresvis.data.mixing import Mixing
+from hiresvis.data.regions import Place, Region, Size, whole
 from hiresvis.data.sources import Sample
-from hiresvis.data.survey import any_deep_images
+from hiresvis.data.survey import any_deep_images, most_pixels
 from hiresvis.data.transforms import Pipeline, sample_seed
 from hiresvis.errors import DataError, Problem
 
@@ -36,7 +39,7 @@ class MicroBatch:
     Attributes:
         images: (b, h, w, c), uint8, or float32 in 0 to 1.
         targets: (b,) int64 class numbers, -1 where the label is not known; or (b, k) float64, the samples' tuples, or shares of
-            classes where images are mixed.
+            classes where images are mixed; or, to train on masks, (b, h, w) uint8 class numbers, 255 for none.
         indices: positions in the loader's samples.
         batch_images: images really present in the whole batch that this is a part of (what the loss is divided by): under
             bad_images=skip unreadable files are left out of the count.
@@ -44,6 +47,8 @@ class MicroBatch:
         batch_index: which batch of the epoch, from 0.
         num_windows: for each image, how many windows of the same sample there are in all, one after another (fit "tile" in
             evaluation); empty: every image is a sample.
+        places: of the images, where outputs are maps (segment in evaluation).
+        truths: of the masks, what each image shows of them, at the file's own size: (h, w) uint8; empty where they are not known.
     """
 
     images: Tensor
@@ -53,6 +58,8 @@ class MicroBatch:
     closes_batch: bool
     batch_index: int = 0
     num_windows: tuple[int, ...] = ()
+    places: tuple[Place, ...] = ()
+    truths: tuple[Tensor, ...] = ()
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory (called by torch's loader)."""
@@ -92,6 +99,15 @@ class Loaded:
         return self if self.micro_batch is None else replace(self, micro_batch=self.micro_batch.pin_memory())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _One:
+    """What was loaded of one image: (h, w, c); (h, w) of its mask; and where it lies in its file."""
+
+    array: np.ndarray
+    mask: np.ndarray | None = None
+    place: Place | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ImageSource:
     """Turns tasks into micro-batches; lives in the workers."""
@@ -104,14 +120,16 @@ class ImageSource:
     training: bool
     cache: ImageCache | None = None
     mixing: Mixing | None = None
+    with_truth: bool = False  # evaluation hands masks on as they are
     held: _HeldImage = field(default_factory=lambda: _HeldImage())
 
     def __getitem__(self, task: Task) -> Loaded:
-        arrays, kept, counts, problems, skipped = [], [], list[int](), [], []
+        loaded, kept, counts, problems, skipped = [], [], list[int](), [], []
         for place, index in enumerate(task.indices):
             sample = self._sample(index)
             try:
-                arrays.append(self._load(task, place))
+                masks = self.pipeline.masks
+                loaded.append(_One(self._load(task, place)) if masks is None else self._load_with_mask(task, place, masks))
                 kept.append(index)
                 counts += task.num_windows[place : place + 1]
             except DataError as error:
@@ -120,16 +138,23 @@ class ImageSource:
         if problems and not self.skip:
             return Loaded(task, None, problems=tuple(problems))
         labels = [self._sample(index).label for index in kept]
+        arrays = [one.array for one in loaded]
         if self.mixing and task.partners:
             mixed, labels, unread = self._mix(self.mixing, task, dict(zip(kept, arrays, strict=True)))
             if unread and not self.skip:
                 return Loaded(task, None, problems=unread)
             arrays = mixed
-        targets = _stack_targets(labels)
-        shape = (*self.pipeline.preprocess.image_size, self.pipeline.preprocess.in_chans)
-        images = stack(arrays, shape)
+        size = self.pipeline.preprocess.image_size
+        images = stack(arrays, (*size, self.pipeline.preprocess.in_chans))
+        if self.pipeline.masks is not None and self.training:
+            targets = stack([one.mask for one in loaded if one.mask is not None], size)
+        else:
+            targets = _stack_targets(labels)
         indices = tuple(index % len(self.samples) for index in kept)
         batch = MicroBatch(images, targets, indices, task.batch_images, task.closes_batch, task.batch_index, tuple(counts))
+        if self.pipeline.masks is not None and not self.training:
+            truths = tuple(torch.from_numpy(one.mask) for one in loaded if one.mask is not None)
+            batch = replace(batch, places=tuple(one.place for one in loaded if one.place is not None), truths=truths)
         return Loaded(task, batch, skipped=tuple(skipped), note=self.cache.off if self.cache else "")
 
     def _mix(
@@ -177,6 +202,19 @@ class ImageSource:
             self.held.release()
         return array
 
+    def _load_with_mask(self, task: Task, place: int, masks: Masks) -> _One:
+        """An image and its mask: to train on, both alike; in evaluation the mask as its file has it, and where the image lies there."""
+        index = task.indices[place]
+        sample, preprocess = self._sample(index), self.pipeline.preprocess
+        if self.training:
+            seed = sample_seed(self.seed, task.epoch, index)
+            return _One(*load_pair(sample, self.pipeline, max_pixels=self.max_pixels, seed=seed, cache=self.cache))
+        number = task.windows[place] if preprocess.fit == "tile" else 0
+        size = self.held.size_of(sample) or image_size(sample, self.max_pixels)
+        where = preprocess.place(*size, number)
+        truth = self.held.truth(sample, where, masks, self.max_pixels) if self.with_truth else None
+        return _One(self._load(task, place), truth, where)
+
     def num_windows(self, sample: Sample) -> int:
         """Images that stand for a sample in evaluation; 1 where the file cannot be read, which loading will say."""
         if self.pipeline.preprocess.fit != "tile":
@@ -193,6 +231,14 @@ class ImageSource:
             return 4
         return 1
 
+    def mask_bytes(self) -> int:
+        """Bytes of a mask as it travels: of the model's size, or in evaluation of the whole image's, as far as some headers tell."""
+        if self.pipeline.masks is None or not (self.training or self.with_truth):
+            return 0
+        if self.training or self.pipeline.preprocess.in_windows:
+            return math.prod(self.pipeline.preprocess.image_size)
+        return most_pixels(self.samples, self.max_pixels)
+
 
 class _HeldImage:
     """The image whose windows are being read, open between tasks. Never travels to another process."""
@@ -201,6 +247,7 @@ class _HeldImage:
         self._sample: Sample | None = None
         self._image: OpenedImage | None = None
         self._files = ExitStack()
+        self._mask: tuple[Sample, np.ndarray] | None = None
 
     def __reduce__(self) -> tuple[type[_HeldImage], tuple[()]]:
         return _HeldImage, ()
@@ -212,13 +259,33 @@ class _HeldImage:
             DataError: it cannot be opened.
         """
         if self._image is None or self._sample != sample:
-            self.release()
+            self._close()
             opened = open_image(sample.path, max_pixels=max_pixels, background=background, region=sample.region)
             self._sample, self._image = sample, self._files.enter_context(opened)
         return self._image
 
+    def size_of(self, sample: Sample) -> Size | None:
+        """(height, width) of the sample, where it is the one that is held."""
+        return self._image.size if self._image is not None and self._sample == sample else None
+
+    def truth(self, sample: Sample, where: Place, masks: Masks, max_pixels: int) -> np.ndarray:
+        """(h, w) uint8 class numbers of the part of the image, at its own size; the mask is read once for all windows in turn.
+
+        Raises:
+            DataError: the mask cannot be read, or is of another size.
+        """
+        if where.part == whole(where.size):
+            return read_mask(sample, masks, where.size, max_pixels=max_pixels)
+        if self._mask is None or self._mask[0] != sample:
+            self._mask = sample, read_mask(sample, masks, where.size, max_pixels=max_pixels)
+        return np.ascontiguousarray(self._mask[1][where.part.slices])
+
     def release(self) -> None:
-        """Closes the file and lets the pixels go."""
+        """Closes the file and lets the pixels go, those of a mask as well."""
+        self._close()
+        self._mask = None
+
+    def _close(self) -> None:
         self._sample = self._image = None
         self._files.close()
 
@@ -238,8 +305,60 @@ def load_sample(sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: in
         array = cache.load(sample.path, pipeline.preprocess, max_pixels=max_pixels, region=sample.region)
     if pipeline.augment is None:
         return array
-    try:
+    with _blaming_augmentation(sample):
         return pipeline.augment(array, seed)
+
+
+def load_pair(
+    sample: Sample, pipeline: Pipeline, *, max_pixels: int, seed: int, cache: ImageCache | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What training sees of a sample with a mask: the image as by `load_sample`, and (h, w) uint8 class numbers, moved alike.
+
+    Raises:
+        DataError: with the path and the reason.
+    """
+    assert pipeline.masks is not None
+    preprocess = pipeline.preprocess
+    size = image_size(sample, max_pixels)
+    window = preprocess.random_window(*size, seed) if preprocess.in_windows else whole(size)
+    mask = preprocess.fit_mask(read_mask(sample, pipeline.masks, size, max_pixels=max_pixels, window=window), IGNORED)
+    array = load_sample(sample, replace(pipeline, augment=None), max_pixels=max_pixels, seed=seed, cache=cache)
+    if pipeline.augment is None:
+        return array, mask
+    with _blaming_augmentation(sample):
+        return pipeline.augment.with_mask(array, mask, seed)
+
+
+def image_size(sample: Sample, max_pixels: int) -> Size:
+    """(height, width) as shown, by the header.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with open_image(sample.path, max_pixels=max_pixels, region=sample.region) as image:
+        return image.size
+
+
+def read_mask(sample: Sample, masks: Masks, size: Size, *, max_pixels: int, window: Region | None = None) -> np.ndarray:
+    """(height, width) uint8 class numbers of an image of this size, or of a window of it; of the first class alone where there is no file.
+
+    Raises:
+        DataError: the mask cannot be read, or is of another size; at the image's path.
+    """
+    if sample.mask is None:
+        return np.zeros(size if window is None else window.size, np.uint8)
+    try:
+        if (text := size_problem(mask_size(sample.mask, max_pixels=max_pixels), size)) is not None:
+            raise DataError([Problem(text, str(sample.mask))])
+        return masks.read(sample.mask, max_pixels=max_pixels, window=window)
+    except DataError as error:
+        raise of_the_mask(error, sample.path) from error
+
+
+@contextmanager
+def _blaming_augmentation(sample: Sample) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, cv2.error) as error:
         raise DataError([Problem(f"augmentation fails on it: {error}", str(sample.path), "data.augment")]) from error
 

@@ -50,6 +50,21 @@ class Region:
         return Region(y, x, self.height, self.width) if orientation >= 5 else Region(x, y, self.width, self.height)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one of the model's inputs lies in its image.
+
+    Attributes:
+        size: (height, width) of the image as shown.
+        part: of the image, which the input shows.
+        content: the same in the pixels of the input; what is around it is padding.
+    """
+
+    size: Size
+    part: Region
+    content: Region
+
+
 def named(name: str, region: Region | None) -> str:
     """A file's name with its region, so that two samples of one file have two names."""
     return name if region is None else f"{name}[{region}]"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
 
 from hiresvis.data.labels import Target
-from hiresvis.data.micro_batch import load_sample
+from hiresvis.data.masks import IGNORED, PALETTE
+from hiresvis.data.micro_batch import load_pair, load_sample
 from hiresvis.data.sources import Dataset, Sample
 from hiresvis.data.transforms import Pipeline, resize, sample_seed
 from hiresvis.errors import DataError
@@ -58,6 +59,9 @@ def show_images(dataset: Dataset, pipeline: Pipeline, *, max_pixels: int, seed: 
 
 def _chosen(dataset: Dataset) -> list[int]:
     """Positions to show, in the order of labels."""
+    if dataset.task == "segment":
+        count = min(IMAGES_OF_RANGE, len(dataset))
+        return [number * len(dataset) // count for number in range(count)]
     if dataset.task == "regress":
         ranked = [position for _, position in sorted((values, position) for position, values in enumerate(dataset.values()))]
         return sorted({ranked[number * (len(ranked) - 1) // (IMAGES_OF_RANGE - 1)] for number in range(IMAGES_OF_RANGE)}, key=ranked.index)
@@ -76,6 +80,8 @@ def _chosen(dataset: Dataset) -> list[int]:
 def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pixels: int, seed: int) -> Shown:
     seeds = [sample_seed(seed, epoch, position) for epoch in range(1, DRAWS + 1)]
     augment = pipeline.augment
+    if pipeline.masks is not None:
+        return _show_masked(sample, label, pipeline, max_pixels, seeds)
     try:
         array = load_sample(sample, Pipeline(pipeline.preprocess), max_pixels=max_pixels, seed=seeds[0])
         if pipeline.preprocess.in_windows:  # at another place in each epoch
@@ -88,6 +94,29 @@ def _show(sample: Sample, position: int, label: str, pipeline: Pipeline, max_pix
     top, left = ((size - shown) // 2 for size, shown in zip(array.shape[:2], whole.shape[:2], strict=True))
     detail = array[top : top + whole.shape[0], left : left + whole.shape[1]]
     return Shown(label, sample.name, _uri(whole), _uri(detail), tuple(_uri(_reduced(draw)) for draw in draws))
+
+
+def _show_masked(sample: Sample, label: str, pipeline: Pipeline, max_pixels: int, seeds: Sequence[int]) -> Shown:
+    """The image as it is, its middle under its mask's colours, and draws of both; ignored pixels are white."""
+    try:
+        array, mask = load_pair(sample, replace(pipeline, augment=None), max_pixels=max_pixels, seed=seeds[0])
+        draws = [load_pair(sample, pipeline, max_pixels=max_pixels, seed=own) for own in seeds]
+    except DataError as error:
+        return Shown(label, sample.name, error=error.reason)
+    whole = _reduced(array)
+    top, left = ((size - shown) // 2 for size, shown in zip(array.shape[:2], whole.shape[:2], strict=True))
+    middle = (slice(top, top + whole.shape[0]), slice(left, left + whole.shape[1]))
+    drawn = tuple(_uri(_reduced(_tinted(*draw))) for draw in draws)
+    return Shown(label, sample.name, _uri(whole), _uri(_tinted(array, mask)[middle]), drawn)
+
+
+def _tinted(array: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """(h, w, 3) uint8, half image and half the classes' colours; the first class keeps the image's."""
+    pixels = array if array.dtype == np.uint8 else np.rint(array * 255).astype(np.uint8)
+    grey = np.repeat(pixels[..., :1], 3, axis=2) if pixels.shape[2] < 3 else pixels[..., :3]
+    colours = PALETTE.copy()
+    colours[IGNORED] = 255
+    return np.where((mask == 0)[..., None], grey, grey // 2 + colours[mask] // 2).astype(np.uint8)
 
 
 def _reduced(array: np.ndarray) -> np.ndarray:

@@ -12,19 +12,20 @@ import gc
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.data.folders import Scan, scan_class_folders, scan_unlabelled
+from hiresvis.data.folders import Scan, limited, listed_classes, scan_class_folders, scan_pairs, scan_unlabelled
 from hiresvis.data.labels import (
     LabelReader,
     Target,
     class_names,
     constant_targets,
     label_text,
+    mask_classes,
     mean_and_std,
     refuse_flags_as_names,
     spread_of,
@@ -36,7 +37,6 @@ from hiresvis.data.regions import Region
 from hiresvis.data.split import split_as_before, split_fraction
 from hiresvis.errors import DataError, Problem
 
-MAX_PROBLEMS = 20
 _SHEETS = (".xlsx", ".xls", ".ods")
 
 
@@ -52,6 +52,7 @@ class Sample:
         group: patient, slide or site; never on both sides of a split.
         name: the path below the folder or as the table writes it, with forward slashes; with the region, where there is one.
         region: the part of the file that the sample is; None: all of it.
+        mask: segment: the file with its class numbers; None: every pixel is of the first class, or the masks are not known (prediction).
     """
 
     file: str | Path
@@ -60,6 +61,7 @@ class Sample:
     group: str | None = None
     name: str = ""
     region: Region | None = None
+    mask: Path | None = None
 
     @property
     def path(self) -> Path:
@@ -100,7 +102,8 @@ class Dataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells this set from another: the number of files, and a hash of their names and labels, whatever their order."""
-        rows = sorted(f"{sample.name}\t{self.label_text(sample)}\n" for sample in self.samples)
+        labels = [self.label_text(sample) if sample.mask is None else sample.mask.name for sample in self.samples]
+        rows = sorted(f"{sample.name}\t{label}\n" for sample, label in zip(self.samples, labels, strict=True))
         return {"files": len(rows), "sha256": hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()}
 
     def class_counts(self) -> dict[str, int]:
@@ -177,15 +180,16 @@ def load_datasets(
     unseen: str = "error",
     held_out: Collection[str] | None = None,
     look_for_files: bool = True,
+    read_mask_values: Callable[[Sequence[Path]], Iterable[int]] = lambda _: (),
 ) -> Datasets:
     """Reads all splits of a data set.
 
     Args:
-        train: a csv or parquet manifest, or, to classify, a folder of class folders.
+        train: a csv or parquet manifest, or, to classify, a folder of class folders; to segment, one of images and masks.
         val: another one, or the share of `train` to hold out: stratified, whole groups only, the same files for the same seed whatever
             order the file system lists them in.
         test: another one, or None.
-        task: classify | multilabel | regress.
+        task: classify | multilabel | regress | segment.
         image_column, label_column, split_column, group_column: columns of the manifests; of labels, one or a list of them (see
             `LabelReader`). Where `split_column` is given, the manifest `train` holds all splits, and a `val` that is a share applies only
             when no row says val.
@@ -196,6 +200,7 @@ def load_datasets(
         unseen: "error" or "drop": what to do with labels of val and test that train lacks.
         held_out: names that an earlier start drew as the share; they are held out again, whatever else there is now.
         look_for_files: False: manifests are read without asking whether their images are there.
+        read_mask_values: segment: of mask files, the values that they hold but for the ignored one; asked where nothing else names classes.
 
     Raises:
         DataError: with everything that was found, places and counts.
@@ -215,7 +220,10 @@ def load_datasets(
         raise DataError([Problem(f"holds no images{_skipped_text(scans['train'])}", str(train), "data.train")])
     if task == "multilabel" and classes is None:
         refuse_flags_as_names(scans["train"], train, label_column)
-    names = class_names(scans["train"], train, task, classes, findings)
+    if task == "segment":
+        names = mask_classes(scans["train"], train, classes, read_mask_values)
+    else:
+        names = class_names(scans["train"], train, task, classes, findings)
     is_drawn = "val" not in scans
     if is_drawn and held_out is not None:
         scans["train"], scans["val"] = split_as_before(scans["train"], held_out, str(train))
@@ -246,7 +254,7 @@ def _nothing_to_learn(train: Dataset, place: str) -> list[Problem]:
         return constant_targets(train.values(), train.classes, place)
     if train.task == "classify" and len(train.classes) == 1:
         return [Problem(f"{train.classes[0]!r} is the only class; a classifier needs two: add images of another", place, "data.train")]
-    if not train.classes:
+    if train.task == "multilabel" and not train.classes:
         return [Problem("no row names a class; write names such as a|b in the column of data.label", place, "data.label")]
     return []
 
@@ -276,7 +284,7 @@ def load_dataset(
         raise DataError(problems)
     dataset = _to_dataset(kept, task, tuple(classes))
     if not dataset.samples:
-        raise DataError(f"{source} holds no images" + ("" if task == "regress" else f" of the classes {', '.join(classes)}"))
+        raise DataError(f"{source} holds no images" + ("" if task in ("regress", "segment") else f" of the classes {', '.join(classes)}"))
     return replace(dataset, warnings=(*dataset.warnings, *(finding.message for finding in findings)))
 
 
@@ -293,12 +301,6 @@ def load_unlabelled(paths: Sequence[Path]) -> Dataset:
     if not scan.entries:
         raise DataError(f"no images in {', '.join(str(path) for path in paths)}{_skipped_text(scan)}")
     return _to_dataset(scan, "classify", ())
-
-
-def limited(problems: Sequence[Problem], limit: int = MAX_PROBLEMS) -> list[Problem]:
-    """The first problems, and one that counts the rest."""
-    rest = len(problems) - limit
-    return [*problems] if rest <= 0 else [*problems[:limit], Problem(f"... and {rest} more of these")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +321,7 @@ class _Reader:
             hint = f"; did you mean {source.parent / near[0]}?" if near else ""
             raise DataError([Problem(f"does not exist{hint}", str(source))])
         if source.is_dir():
-            if self.task != "classify":
+            if self.task not in ("classify", "segment"):
                 raise DataError(
                     [Problem(f"a folder: class folders give one class an image, and the task is {self.task}; give a manifest", str(source))]
                 )
@@ -332,6 +334,8 @@ class _Reader:
                 raise DataError(
                     f"data.region names the columns {columns}, and {source} is a folder; give a csv manifest or remove data.region"
                 )
+            if self.task == "segment":
+                return replace(scan_pairs(source), folders=listed_classes(source))
             return scan_class_folders(source)
         if source.suffix.lower() not in MANIFEST_SUFFIXES:
             known = f"a folder of class folders, and {', '.join(MANIFEST_SUFFIXES)} manifests"
@@ -349,7 +353,7 @@ class _Reader:
         )
         if problems:
             raise DataError(limited(problems))
-        return scan
+        return replace(scan, folders=listed_classes(source.parent)) if self.task == "segment" else scan
 
 
 def _read_sources(
@@ -423,7 +427,7 @@ def _check_groups(scans: Mapping[str, Scan]) -> None:
 def _to_dataset(scan: Scan, task: str, classes: tuple[str, ...]) -> Dataset:
     targets = targets_of((entry.label for entry in scan.entries), task, classes)
     samples = tuple(
-        Sample(entry.file, target, entry.row, entry.group, entry.name, entry.region)
+        Sample(entry.file, target, entry.row, entry.group, entry.name, entry.region, entry.mask)
         for entry, target in zip(scan.entries, targets, strict=True)
     )
     return Dataset(samples, classes, scan.ignored, dict(scan.skipped), scan.warnings, task)

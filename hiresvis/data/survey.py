@@ -93,6 +93,14 @@ def any_deep_images(samples: Sequence[Sample], max_pixels: int) -> bool:
         return False
 
 
+def most_pixels(samples: Sequence[Sample], max_pixels: int) -> int:
+    """Pixels of the largest of up to 64 images spread over the samples; 0 where none can be read."""
+    try:
+        return max(header.width * header.height for _, header in _headers(samples, max_pixels))
+    except DataError:
+        return 0
+
+
 def _headers(samples: Sequence[Sample], max_pixels: int) -> list[tuple[Sample, Header]]:
     """Headers of samples spread evenly over the list; unreadable files are the check's business."""
     found, refused = [], []

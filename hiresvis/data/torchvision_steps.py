@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 if TYPE_CHECKING:
-    from hiresvis.data.augment import Strength
+    from hiresvis.data.augment import Apply, Strength
+
+NO_CLASS = 255  # as in masks.IGNORED
 
 
 class QuarterTurns(v2.Transform):
@@ -32,7 +34,7 @@ class QuarterTurns(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         out = torch.rot90(inpt, params["turns"], (-2, -1))
-        return tv_tensors.Image(out.flip(-1) if params["flip"] else out)
+        return tv_tensors.wrap(out.flip(-1) if params["flip"] else out, like=inpt)
 
 
 class ReflectedAffine(v2.Transform):
@@ -60,7 +62,8 @@ class ReflectedAffine(v2.Transform):
         theta = np.concatenate([inverse * half / half[:, None], (origin / half)[:, None]], axis=1)
         image = inpt.as_subclass(Tensor).to(torch.float32)[None]
         grid = functional.affine_grid(torch.from_numpy(theta).to(torch.float32)[None], list(image.shape), align_corners=True)
-        moved = functional.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=True)[0]
+        mode = "nearest" if isinstance(inpt, tv_tensors.Mask) else "bilinear"
+        moved = functional.grid_sample(image, grid, mode=mode, padding_mode="reflection", align_corners=True)[0]
         return _as_it_was(moved, inpt)
 
 
@@ -76,6 +79,8 @@ class BrightnessContrast(v2.Transform):
         return {"contrast": 1 + _uniform(-self.limit, self.limit), "brightness": _uniform(-self.limit, self.limit)}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        if isinstance(inpt, tv_tensors.Mask):
+            return inpt
         values = inpt.as_subclass(Tensor).to(torch.float32) * params["contrast"]
         return _as_it_was(values + params["brightness"] * _white(inpt), inpt)
 
@@ -92,6 +97,8 @@ class Noise(v2.Transform):
         return {"deviation": _uniform(*self.deviation)}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        if isinstance(inpt, tv_tensors.Mask):
+            return inpt
         noise = torch.randn(inpt.shape) * (params["deviation"] * _white(inpt))
         return _as_it_was(inpt.as_subclass(Tensor) + noise, inpt)
 
@@ -119,25 +126,32 @@ def build(step: Mapping[str, Any]) -> Any:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in step.items() if key != "name"}
     if isinstance(values.get("interpolation"), str):
         values["interpolation"] = InterpolationMode(values["interpolation"])
+    if "fill" in _arguments(kind):
+        usual = inspect.signature(kind).parameters["fill"].default
+        values["fill"] = {tv_tensors.Mask: NO_CLASS, "others": values.get("fill", usual)}
     share = values.pop("p", None) if "p" not in _arguments(kind) else None
     transform = kind(**values)
     return transform if share is None else v2.RandomApply([transform], p=share)
 
 
-def compose(steps: Sequence[Mapping[str, Any]]) -> Callable[[np.ndarray, int], np.ndarray]:
-    """All steps as one function of (h, w, c) and a seed."""
+def compose(steps: Sequence[Mapping[str, Any]]) -> Apply:
+    """All steps as one function of (h, w, c), of a mask (h, w) or None, and of a seed."""
     transforms = [build(step) for step in steps]
 
-    def apply(array: np.ndarray, seed: int) -> np.ndarray:
+    def apply(array: np.ndarray, mask: np.ndarray | None, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
         image: Any = tv_tensors.Image(torch.from_numpy(array.copy()).permute(2, 0, 1))
+        moved: Any = None if mask is None else tv_tensors.Mask(torch.from_numpy(mask.copy())[None])
         with _drawing_from(seed):
             for transform in transforms:
-                image = transform(image)
+                if moved is None:
+                    image = transform(image)
+                else:
+                    image, moved = transform(image, moved)
         values = image.as_subclass(Tensor)
         if values.is_floating_point():
             values = values.clamp(0, 1)  # resampling by curves and sharpening overshoot
         out: np.ndarray = values.permute(1, 2, 0).numpy()
-        return out
+        return out, None if moved is None else moved.as_subclass(Tensor)[0].numpy()
 
     return apply
 
@@ -189,4 +203,4 @@ def _white(image: Tensor) -> float:
 def _as_it_was(values: Tensor, image: Tensor) -> Any:
     """Float values as the image's own type, within its range."""
     values = values.clamp_(0, _white(image))
-    return tv_tensors.Image(values if image.is_floating_point() else values.round_().to(image.dtype))
+    return tv_tensors.wrap(values if image.is_floating_point() else values.round_().to(image.dtype), like=image)

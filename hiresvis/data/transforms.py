@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
 
 from hiresvis.data.augment import Augment
-from hiresvis.data.regions import Region, num_windows, window_start
+from hiresvis.data.regions import Place, Region, num_windows, whole, window_start
 from hiresvis.errors import DataError
+
+if TYPE_CHECKING:
+    from hiresvis.data.masks import Masks
 
 FITS = ("resize", "letterbox", "crop", "tile")
 OVERLAP = 0.25  # of a window, with fit: tile
@@ -165,6 +169,22 @@ class Preprocess:
         ratio = min(self.image_size[0] / height, self.image_size[1] / width)
         return tuple(max(1, min(limit, round(size * ratio))) for size, limit in zip((height, width), self.image_size, strict=True))  # type: ignore[return-value]
 
+    def place(self, height: int, width: int, number: int = 0) -> Place:
+        """Where one of the arrays that stand for an image lies in it."""
+        part = self.window(height, width, number) if self.in_windows else whole((height, width))
+        return Place((height, width), part, self._content(*self.fitted_size(*part.size)))
+
+    def fit_mask(self, numbers: np.ndarray, blank: int) -> np.ndarray:
+        """(height, width) of class numbers as `__call__` fits its image, by the nearest pixel; padding is `blank`."""
+        tall, wide = self.fitted_size(*numbers.shape[:2])
+        if numbers.shape[:2] != (tall, wide):
+            numbers = cv2.resize(numbers, (wide, tall), interpolation=cv2.INTER_NEAREST_EXACT)
+        if (tall, wide) == self.image_size:
+            return np.ascontiguousarray(numbers)
+        out = np.full(self.image_size, blank, numbers.dtype)
+        out[self._content(tall, wide).slices] = numbers
+        return out
+
     def share_kept(self, height: int, width: int) -> float:
         """Share of the image's area that the model sees in evaluation: less than 1 only with crop, which leaves out what is around."""
         if self.fit != "crop":
@@ -179,9 +199,12 @@ class Preprocess:
         shade = np.rint(colour) if array.dtype == np.uint8 else colour / 255
         out = np.empty((*self.image_size, self.in_chans), array.dtype)
         out[:] = shade.astype(array.dtype)
-        top, left = ((limit - size) // 2 for limit, size in zip(self.image_size, array.shape[:2], strict=True))
-        out[top : top + array.shape[0], left : left + array.shape[1]] = array
+        out[self._content(*array.shape[:2]).slices] = array
         return out
+
+    def _content(self, height: int, width: int) -> Region:
+        """Where an array of this size stands, padding around it."""
+        return Region((self.image_size[1] - width) // 2, (self.image_size[0] - height) // 2, width, height)
 
 
 def resize(array: np.ndarray, height: int, width: int, interpolation: str = "bilinear") -> np.ndarray:
@@ -204,10 +227,11 @@ def _resize(array: np.ndarray, size: tuple[int, int], method: int) -> np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Preprocess, then augment: what one training sample goes through after decoding (see `micro_batch.load_sample`)."""
+    """Preprocess, then augment: what one training sample goes through after decoding (see `micro_batch.load_sample`); and its mask."""
 
     preprocess: Preprocess
     augment: Augment | None = None
+    masks: Masks | None = None
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

@@ -44,7 +44,7 @@ class Engine:
         self.workers, self.notes = workers, list[str]()
         self._source = source
         self._pin, self._start_method, self._persistent = pin, start_method, persistent
-        self._value_bytes: int | None = None
+        self._image_bytes: int | None = None
         self._sampler = _TaskSampler()
         self._loader = self._make_loader()
 
@@ -67,13 +67,13 @@ class Engine:
 
     def _keep_within_shared_memory(self, tasks: list[Task]) -> None:
         """Fewer workers where these tasks would fill /dev/shm: a worker that finds it full fails in mid epoch."""
-        preprocess = self._source.pipeline.preprocess
         if not self.workers:
             return
-        if self._value_bytes is None:
-            self._value_bytes = self._source.value_bytes()
-        values = max((len(task.indices) for task in tasks), default=0) * math.prod(preprocess.image_size) * preprocess.in_chans
-        micro_batch_bytes = values * self._value_bytes
+        if self._image_bytes is None:
+            preprocess = self._source.pipeline.preprocess
+            values = math.prod(preprocess.image_size) * preprocess.in_chans
+            self._image_bytes = values * self._source.value_bytes() + self._source.mask_bytes()
+        micro_batch_bytes = max((len(task.indices) for task in tasks), default=0) * self._image_bytes
         possible, why = workers_within(self.workers, micro_batch_bytes, shared_memory_free_bytes())
         if possible < self.workers:
             self.close()

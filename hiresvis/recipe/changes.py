@@ -22,7 +22,10 @@ Effect = Literal["refused", "none", "taken"]
 _REFUSED = frozenset(
     {
         "task",
-        *(f"data.{name}" for name in ("classes", "channels", "scale", "fit", "overlap", "background", "max_pixels", "balance", "augment")),
+        *(
+            f"data.{name}"
+            for name in ("classes", "ignore_index", "channels", "scale", "fit", "overlap", "background", "max_pixels", "balance", "augment")
+        ),
         *(f"model.{name}" for name in ("name", "pretrained", "init_from", "image_size", "adapt", "freeze", "norm", "drop_path")),
         *("model.lp_ft.head_epochs", "model.lora.rank", "model.lora.alpha"),
         *(f"memory.{name}" for name in ("precision", "channels_last", "compile")),

@@ -126,8 +126,39 @@ def _task(recipe: Recipe) -> Iterator[BrokenRule]:
     if task == "regress" and optim.cutmix:
         message = f"{optim.cutmix:g} shares out labels by area, and the numbers of task regress are of the whole image; write mixup, or 0"
         yield BrokenRule("optim.cutmix", message, ("task",))
-    for name in ("train", "val", "test") if task != "classify" else ():
+    yield from _segment(recipe)
+    for name in ("train", "val", "test") if task in ("multilabel", "regress") else ():
         path = getattr(data, name)
         if isinstance(path, str) and not _is_manifest(path):
             message = f"{path} is no .csv, .tsv or .parquet; class folders give one class an image, and the task is {task}"
             yield BrokenRule(f"data.{name}", message, ("task",))
+
+
+def _segment(recipe: Recipe) -> Iterator[BrokenRule]:
+    """What masks cannot have, and what only they have."""
+    data, default = recipe.data, type(recipe.data).model_fields["ignore_index"].default
+    if recipe.task != "segment":
+        if data.ignore_index != default:
+            yield BrokenRule(
+                "data.ignore_index", f"only masks have ignored pixels, and the task is {recipe.task}; delete this key", ("task",)
+            )
+        return
+    if isinstance(data.label, tuple):
+        message = f"{shown(list(data.label))} is a list of columns, and an image of task segment has one mask; give one column"
+        yield BrokenRule("data.label", message, ("task",))
+    if data.fit == "crop":
+        message = "crop looks at a window of each image, and a mask is wanted of all of it; write tile, which trains on the same windows"
+        yield BrokenRule("data.fit", message, ("task",))
+    if data.region is not None:
+        yield BrokenRule("data.region", "is not there yet for task segment; cut images and masks, or delete this key", ("task",))
+    if isinstance(data.classes, tuple) and all(map(str.isdecimal, data.classes)) and str(data.ignore_index) in data.classes:
+        message = f"{data.ignore_index} is a class of data.classes; write null, or a value that is no class"
+        yield BrokenRule("data.ignore_index", message, ("data.classes",))
+    for name in ("mixup", "cutmix"):
+        if value := getattr(recipe.optim, name):
+            yield BrokenRule(
+                f"optim.{name}", f"{value:g} mixes labels of whole images, and the task is segment; delete this key", ("task",)
+            )
+    if recipe.optim.loss == "dice" and recipe.optim.label_smoothing:
+        message = f"{recipe.optim.label_smoothing:g} is for cross entropy, and optim.loss is dice; delete this key, or write dice_ce"
+        yield BrokenRule("optim.label_smoothing", message, ("optim.loss",))

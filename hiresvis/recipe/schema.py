@@ -30,7 +30,9 @@ class Section(BaseModel):
 class Data(Section):
     """Where the images are and how they are read."""
 
-    train: Annotated[str, values.text()] = Field(description="Class folders, or a manifest: .csv, .tsv or .parquet.")
+    train: Annotated[str, values.text()] = Field(
+        description="Class folders, or a manifest: .csv, .tsv or .parquet; segment: a folder of images/ and masks/, or a manifest."
+    )
     val: Annotated[str | float, quantities.path_or_share()] = _key(
         0.15, "Like train; or the share of the training images to hold out: stratified, by group, seeded."
     )
@@ -42,7 +44,7 @@ class Data(Section):
     label: Annotated[str | tuple[str, ...], structures.text_or_names()] = _key(
         "label",
         "Manifest column with the class name; multilabel: one column of names such as a|b, or a list of columns of 0 and 1; "
-        "regress: one column of numbers, or a list of them.",
+        "regress: one column of numbers, or a list of them; segment: the mask's path, empty where there is only the first class.",
     )
     split: Annotated[str | None, values.text(nullable=True)] = _key(None, "Manifest column that says train, val or test.")
     group: Annotated[str | None, values.text(nullable=True)] = _key(
@@ -52,7 +54,12 @@ class Data(Section):
         None, "Manifest columns with x, y, width and height of the part of the image that a row means, in its own pixels as shown."
     )
     classes: Annotated[Auto | tuple[str, ...], structures.names(word="auto")] = _key(
-        "auto", "Class names in order; auto: those of train, sorted, or the columns of data.label. Saved with the model."
+        "auto",
+        "Class names in order; auto: those of train, sorted, or the columns of data.label. Saved with the model. Segment: in the order of "
+        "the masks' values 0, 1, 2 (names that are all whole numbers are the values); auto: classes.txt, or the values found in train.",
+    )
+    ignore_index: Annotated[int | None, values.whole(low=0, high=65535, nullable=True)] = _key(
+        255, "Segment: the mask value of pixels that count nowhere; null: none."
     )
     channels: Annotated[Auto | int, values.whole("auto", low=1)] = _key("auto", "Channels the model sees; auto: from the images.")
     scale: Annotated[str | tuple[float, float], structures.scale()] = _key(
@@ -187,8 +194,8 @@ class Optim(Section):
     )
     warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
     clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")
-    loss: Annotated[str, values.choice("auto", *words_of(LOSSES), later=("dice", "dice_ce"))] = _key(
-        "auto", "The loss; auto: cross_entropy to classify, bce for multilabel, huber to regress."
+    loss: Annotated[str, values.choice("auto", *words_of(LOSSES))] = _key(
+        "auto", "The loss; auto: cross_entropy to classify, bce for multilabel, huber to regress, dice_ce to segment."
     )
     label_smoothing: Annotated[float, values.real(low=0, below=1)] = _key(0.0, "Share of the target spread over all classes.")
     mixup: Annotated[float, values.real(low=0)] = _key(
@@ -228,7 +235,7 @@ class Train(Section):
         "auto", "Moving average of the weights, evaluated and kept in their place; auto: with a constant learning rate."
     )
     early_stop: EarlyStop | None = _key(EarlyStop(), "null: every epoch is trained.")
-    metric: Annotated[str, values.choice("auto", *words_of(METRICS), later=("miou", "dice"))] = _key(
+    metric: Annotated[str, values.choice("auto", *words_of(METRICS))] = _key(
         "auto", "The metric that decides which epoch is best; auto: from the task."
     )
     resize: Annotated[None, values.only(None, refusal="is not there yet; today: null")] = _key(None, "Progressive image size.")
@@ -266,8 +273,8 @@ class Recipe(Section):
     version: Annotated[int, values.only(1, refusal="is not a version of the recipe format that this release reads; write 1")] = _key(
         1, "Version of the recipe format."
     )
-    task: Annotated[str, values.choice(*TASKS, later=("segment",))] = Field(
-        description="What is learnt: one class an image, any number of them, or numbers."
+    task: Annotated[str, values.choice(*TASKS)] = Field(
+        description="What is learnt: one class an image, any number of them, numbers, or a class for every pixel."
     )
     data: Data = Field(description="Where the images are and how they are read.")
     model: Model = Field(description="The network and what of it is trained.")

@@ -8,11 +8,13 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "classify": ("cross_entropy", "focal", "bce"),
     "multilabel": ("bce", "asl", "focal"),
     "regress": ("huber", "mse", "l1"),
+    "segment": ("dice_ce", "cross_entropy", "dice"),
 }
 METRICS: Mapping[str, tuple[str, ...]] = {
     "classify": ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "map", "kappa"),
     "multilabel": ("map", "auroc", "macro_f1", "accuracy"),
     "regress": ("mae", "rmse", "r2"),
+    "segment": ("miou", "dice", "pixel_accuracy"),
 }
 BALANCES: Mapping[str, tuple[str, ...]] = {
     "classify": ("weights", "sampler", "focal"),

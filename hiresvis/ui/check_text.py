@@ -37,7 +37,13 @@ def check_lines(found: Mapping[str, Any], columns: int | None, glyphs: Glyphs) -
     splits: Mapping[str, Mapping[str, Any]] = found.get("splits", {})
     if splits:
         width = columns or 100
-        tables = [_split_table(splits), _class_table(splits, glyphs), _target_table(splits), _extreme_table(splits, width, glyphs)]
+        tables = [
+            _split_table(splits),
+            _class_table(splits, glyphs),
+            _pixel_table(splits),
+            _target_table(splits),
+            _extreme_table(splits, width, glyphs),
+        ]
         lines += [line for table in tables if table for line in ("", *table)]
         lines = lines[not lines[0] :]
     facts = [f"{label:{_LABEL}}{text}" for label, text in (found.get("facts") or {}).items()]
@@ -93,6 +99,8 @@ _SHOWN = (
     ("nearly blank", "blank", lambda places: str(len(places))),
     ("classes", "classes", lambda classes: str(len(classes))),
     ("largest / smallest", "balance", lambda balance: f"{balance['ratio']:g}"),
+    ("without a mask", "without_mask", str),
+    ("ignored pixels", "ignored_pixels", str),
     ("groups", "groups", _groups),
     ("formats", "formats", _numbers),
     ("modes", "modes", _numbers),
@@ -106,6 +114,17 @@ _SHOWN = (
     ("passed over", "skipped_extensions", _numbers),
     ("ignored", "ignored", _named),
 )
+
+
+def _pixel_table(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Of masks: the share that each class has of the pixels that count, by split."""
+    names = list(dict.fromkeys(name for counts in splits.values() for name in counts.get("pixels", ())))
+    totals = [sum(counts.get("pixels", {}).values()) or 1 for counts in splits.values()]
+    rows = [
+        (name, *(f"{counts['pixels'].get(name, 0) / total:.3%}" for counts, total in zip(splits.values(), totals, strict=True)))
+        for name in names
+    ]
+    return _aligned([("pixels of", *splits), *rows], right=True) if names else []
 
 
 def _class_table(splits: Mapping[str, Mapping[str, Any]], glyphs: Glyphs) -> list[str]:

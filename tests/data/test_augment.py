@@ -164,14 +164,14 @@ def test_affine_map_of_torchvision_keeps_the_middle_and_reflects_outside(no_albu
 
     array = np.full((65, 65, 2), 90, np.uint8)
     array[32, 32] = 250
-    turned = compose([{"name": "ReflectedAffine", "zoom": [1, 1], "shift": 0, "degrees": 20, "shear_degrees": 0}])(array, 1)
+    turned = compose([{"name": "ReflectedAffine", "zoom": [1, 1], "shift": 0, "degrees": 20, "shear_degrees": 0}])(array, None, 1)[0]
     assert turned[32, 32].tolist() == [250, 250]
     assert turned.min() == 90
     wide = np.zeros((40, 80, 1), np.float32)
     wide[:, 40:] = 1
-    still = compose([{"name": "ReflectedAffine", "zoom": [1, 1], "shift": 0, "degrees": 0, "shear_degrees": 0}])(wide, 1)
+    still = compose([{"name": "ReflectedAffine", "zoom": [1, 1], "shift": 0, "degrees": 0, "shear_degrees": 0}])(wide, None, 1)[0]
     assert np.abs(still - wide).max() < 1e-4
-    half = compose([{"name": "ReflectedAffine", "zoom": [0.5, 0.5], "shift": 0, "degrees": 0, "shear_degrees": 0}])(wide, 1)
+    half = compose([{"name": "ReflectedAffine", "zoom": [0.5, 0.5], "shift": 0, "degrees": 0, "shear_degrees": 0}])(wide, None, 1)[0]
     assert np.allclose(half[:, 21:39].mean(), 0, atol=1e-4)  # the reflection of the left half lies left of it: dark next to dark
     assert np.allclose(half[:, 41:59].mean(), 1, atol=1e-4)
 

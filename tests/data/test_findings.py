@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hiresvis.data.findings import CACHE_NAME, Finding, FindingStore
+from hiresvis.data.findings import CACHE_NAME, IMAGES, Finding, FindingStore
 from hiresvis.data.header import Header
 from hiresvis.data.likeness import Look
 
@@ -18,14 +18,14 @@ SOUND = Finding("12 34 rule", HEADER, None, b"\x00\xff" * 8, Look(bytes(range(25
 
 
 def keep(folder: Path, findings: dict[str, Finding]) -> None:
-    store = FindingStore(folder)
+    store = FindingStore(folder, IMAGES)
     for path, finding in findings.items():
         store.add(path, finding)
     store.close()
 
 
 def known(folder: Path, keys: dict[str, str]) -> dict[str, Finding]:
-    store = FindingStore(folder)
+    store = FindingStore(folder, IMAGES)
     found = store.read(keys)
     store.close()
     return found
@@ -113,7 +113,7 @@ def test_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_kept() -> None:
     """And nothing is asked."""
-    store = FindingStore(None)
+    store = FindingStore(None, IMAGES)
     store.add("/a.png", SOUND)
     store.write()
     assert store.read({"/a.png": SOUND.key}) == {}

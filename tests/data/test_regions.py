@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiresvis.data.decode import _upright
+from hiresvis.data.decode import upright
 from hiresvis.data.regions import Region, choose_level, named, region_problems, whole
 
 SIZE = (40, 30)
@@ -19,12 +19,12 @@ SIZE = (40, 30)
 def test_a_region_as_stored_is_the_region_as_shown(orientation: int, corner: tuple[int, int], size: tuple[int, int]) -> None:
     """Cut first and turned then, or turned first and cut then: the same pixels, in all eight ways."""
     stored = np.arange(SIZE[0] * SIZE[1]).reshape(*SIZE, 1).astype(np.int32)
-    shown = _upright(stored, orientation)
+    shown = upright(stored, orientation)
     region = Region(*corner, *size)
     if not region.fits(shown.shape[:2]):
         return
     place = region.as_stored(shown.shape[:2], orientation)
-    assert np.array_equal(_upright(stored[place.slices], orientation), shown[region.slices])
+    assert np.array_equal(upright(stored[place.slices], orientation), shown[region.slices])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_unknown_key_and_value_look_as_documented(load):
 def test_every_kind_of_fault_is_told_at_once(problems):
     """Form, unknown keys, wrong kinds, ranges, features to come, rules between keys: one message each, in file order."""
     found = problems(
-        "task: segment\n"
+        "task: detect\n"
         "data: [a, b]\n"
         "model: {name: resnet18, adapt: lore, image_size: [10, 20, 30]}\n"
         "memory: {micro_batch: 32}\n"
@@ -62,7 +62,7 @@ def test_every_kind_of_fault_is_told_at_once(problems):
     # The tab makes a mapping of line 7 impossible, so only the tab is certain.
     assert ("recipe.yaml:8:1", "", "a tab; YAML is indented with spaces: replace it with two spaces") in lines(found)
     found = problems(
-        "task: segment\n"
+        "task: detect\n"
         "data: [a, b]\n"
         "model: {name: resnet18, adapt: lore, image_size: [10, 20, 30]}\n"
         "memory: {micro_batch: 32}\n"
@@ -290,6 +290,14 @@ def test_places_are_kept_for_later_findings(load):
             "mse belongs to task regress, and the task is classify; write auto, cross_entropy, focal or bce",
         ),
         ("task: regress\ndata: {train: d.csv}\noptim: {loss: bce}", "optim.loss", "write auto, huber, mse or l1"),
+        ("task: segment\ndata: {train: d, fit: crop}", "data.fit", "write tile, which trains on the same windows"),
+        ("task: segment\ndata: {train: d.csv, region: [x, y, w, h]}", "data.region", "is not there yet for task segment"),
+        ("task: segment\ndata: {train: d.csv, label: [x, y]}", "data.label", "an image of task segment has one mask"),
+        ('task: segment\ndata: {train: d, classes: ["0", "255"]}', "data.ignore_index", "255 is a class of data.classes; write null"),
+        ("task: segment\ndata: {train: d}\noptim: {loss: dice, label_smoothing: 0.1}", "optim.label_smoothing", "optim.loss is dice"),
+        ("task: segment\ndata: {train: d}\noptim: {mixup: 0.2}", "optim.mixup", "0.2 mixes labels of whole images"),
+        ("task: segment\ndata: {train: d}\ntrain: {metric: auroc}", "train.metric", "write auto, miou, dice or pixel_accuracy"),
+        ("data: {train: d, ignore_index: 0}", "data.ignore_index", "only masks have ignored pixels, and the task is classify"),
         (
             "train: {metric: mae}",
             "train.metric",

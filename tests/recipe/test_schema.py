@@ -61,7 +61,8 @@ GOOD = [
 BAD = [
     ("version", "2", "2 is not a version of the recipe format that this release reads; write 1"),
     ("version", "true", "true is not a version"),
-    ("task", "segment", "segment is not there yet; today: classify, multilabel or regress"),
+    ("task", "segmnt", "segmnt is none of classify, multilabel, regress, segment; did you mean segment?"),
+    ("data.ignore_index", "70000", "70000 is above 65535; give null or a whole number from 0 to 65535"),
     ("data.val", "0", "0 is not above 0 and below 1; give a path, or a share such as 0.15"),
     ("data.label", "[]", "[] has 0 names; give at least 1"),
     ("data.label", "[a, a]", "a is there twice; keep one"),
@@ -128,7 +129,7 @@ BAD = [
     ("optim.layer_decay", "1.5", "1.5 is above 1"),
     ("optim.warmup", "120%", "120% is not below 100%"),
     ("optim.warmup", "-5", "-5 is not below 100% and at least 0%"),
-    ("optim.loss", "dice", "dice is not there yet; today: auto, cross_entropy, focal, bce, asl, huber, mse or l1"),
+    ("optim.loss", "dicee", "dicee is none of auto, cross_entropy, focal, bce, asl, huber, mse, l1, dice_ce, dice; did you mean"),
     ("optim.mixup", "-0.2", "-0.2 is below 0; give a number of at least 0"),
     ("optim.name", "adam", "adam is none of adamw, sgd, lion, muon; did you mean adamw?"),
     ("train.epochs", "0", "0 is below 1"),
@@ -137,7 +138,7 @@ BAD = [
     ("train.ema", "0.999", "0.999 is none of auto, true, false"),
     ("train.early_stop", "5", "5 is a whole number, not a mapping; write train.early_stop: {patience: ...}"),
     ("train.keep", "{best: 2}", "2 is not there yet; today: 1"),
-    ("train.metric", "miou", "miou is not there yet; today: auto, accuracy"),
+    ("train.metric", "miu", "miu is none of auto, accuracy"),
     ("train.resize", "[[0.5, 512]]", "[[0.5, 512]] is not there yet; today: null"),
     ("train.max_time", "3", "3 has no unit; write 3min or 3s"),
     ("train.max_time", "soon", "soon is no time"),
@@ -185,7 +186,7 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("task", "segment"),
+        ("task", "detect"),
         ("model.adapt", "lore"),
         ("train.epochs", "0"),
         ("optim.lr", "abc"),
