@@ -65,7 +65,7 @@ def build_backbone(
 
     Args:
         name: a timm name, with or without the tag of its weights.
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0: no head.
         image_size: pixels, one side or (height, width).
         in_chans: channels of the image; timm's rule adapts pretrained weights.
         pretrained: True (timm's hub), False, `package:MODULE`, or the path of a weights file.
@@ -83,14 +83,14 @@ def build_backbone(
     with torch.random.fork_rng(devices=[]):
         fit = fit_input(name, size, in_chans)
         kwargs = {**fit.kwargs, "in_chans": in_chans} | ({} if drop_path is None else {"drop_path_rate": drop_path})
-        with nullcontext() if initialise else _NotInitialising():
+        with nullcontext() if initialise else NotInitialising():
             model, notes = _with_weights(name, cfg, pretrained, num_classes, seed, kwargs)
     mean, std, more = _normalisation(cfg, pretrained, in_chans)
     arguments = {"num_classes": num_classes, **kwargs}
     return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, arguments, (*fit.notes, *notes, *more))
 
 
-class _NotInitialising(TorchDispatchMode):
+class NotInitialising(TorchDispatchMode):
     """Skips the operators that fill new weights with random numbers and scale those: seconds for a large model.
 
     Memory that nothing writes to is not even there: a new ViT-L then takes none of its 1.2 GB.
@@ -163,6 +163,8 @@ def _with_weights(
         return model, (f"weights from {source}",)
     torch.default_generator.manual_seed(seed)
     model.reset_classifier(num_classes)
+    if not num_classes:
+        return model, (f"weights from {source}", "without their head")
     was = f"the weights' own has {rows}" if rows else "the weights have none"
     return model, (f"weights from {source}", f"new head with {num_classes} outputs ({was})")
 
@@ -206,8 +208,8 @@ def _normalisation(cfg: Any, pretrained: bool | str, in_chans: int) -> tuple[tup
     return mean, std, notes
 
 
-def coarse_layers(model: nn.Module) -> dict[str, int]:
-    """Parameter name to layer number: 0 the stem, then the stages, then the head."""
+def layers_of(model: nn.Module, *, coarse: bool) -> dict[str, int]:
+    """Parameter name to layer number: 0 the stem, then the stages (coarse) or the blocks, then the head."""
     if hasattr(model, "group_matcher"):
-        return group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+        return group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
     return auto_group_layers(model)

@@ -188,7 +188,7 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
         found.extend(_open(call, watch.times_called))
     usable = [call for call in found if _is_unit(call, watch.times_called)]
     groups = _groups(root, usable)
-    stages = _stages([group[0].name for group, _ in groups])
+    stages = _stages([group[0].name.removeprefix("body.") for group, _ in groups])  # a body with a head of another maker
     units = []
     for (group, linked), (stage, kind) in zip(groups, stages, strict=True):
         opens = all(group[0].is_unchanged(tensor) for tensor in group[0].inputs)

@@ -50,8 +50,21 @@ def resident(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedLoss:
+    """A loss that is worth tracing: one whose memory grows with the pixels.
+
+    Attributes:
+        losses: of outputs (b, ...) and targets, per-sample losses (b,).
+        targets: of so many images, as the loader gives them.
+    """
+
+    losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    targets: Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """How a step is run, apart from the batch."""
+    """How a step is run, apart from the batch. `loss`: None for cross entropy over a row of outputs, which takes hardly any memory."""
 
     image_size: tuple[int, int]
     in_chans: int
@@ -60,6 +73,7 @@ class Setting:
     channels_last: bool
     block: int
     rules: str
+    loss: TracedLoss | None = None
 
     def by_rules(self) -> AbstractContextManager[Any]:
         """The target's autocast rules, around a whole step: backward may run a forward again."""
@@ -87,11 +101,14 @@ class Tracer:
 
     def _loss(self, batch: int, recorder: Recorder) -> torch.Tensor:
         images = self.images(batch)
+        targets = torch.zeros(0) if self.setting.loss is None else self.setting.loss.targets(batch)  # there before the step, as images are
         recorder.track([images])
         recorder.enter(0)
         recorder.intervals[0].input_number = recorder.number(images)
         with torch.autocast("cpu", dtype=self.setting.dtype or torch.bfloat16, enabled=self.setting.dtype is not None):
             logits = self.model(images)
+            if (loss := self.setting.loss) is not None:
+                return loss.losses(logits.float(), targets).sum() / batch
             if isinstance(logits, (tuple, list)):
                 logits = logits[0]
             target = torch.zeros(batch, dtype=torch.int64)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone.chain import Chain, find_chain
-from hiresvis.backbone.record import TRACE_BATCHES, Recorder, Setting, Tracer, fake_copy, resident
+from hiresvis.backbone.record import TRACE_BATCHES, Recorder, Setting, TracedLoss, Tracer, fake_copy, resident
 from hiresvis.backbone.slices import run_in_slices, why_not
 from hiresvis.backbone.ways import Tape, flops_to_last_save, ways_of
 from hiresvis.device import AUTOCAST_DTYPES, StorageCounter
@@ -46,6 +46,7 @@ def trace_costs(
     clip_grad: float | None = None,
     ema: bool = False,
     rules: Literal["cpu", "cuda"] = "cpu",
+    loss: TracedLoss | None = None,
 ) -> tuple[Chain, MemoryProfile]:
     """The chain of a model and what its units cost.
 
@@ -57,6 +58,7 @@ def trace_costs(
         raw_image_bytes: bytes of one image as the loader hands it over.
         make_optimizer: builds the optimizer for a (fake) model.
         rules: whose autocast decides dtypes.
+        loss: of outputs that are maps; None for any loss over a row of outputs.
 
     Returns:
         The chain, and the profile (bytes and FLOPs, affine in the batch).
@@ -65,7 +67,7 @@ def trace_costs(
         ValueError: the model is no chain: fewer than two modules hand a tensor on.
     """
     mode, fake = fake_copy(model)
-    setting = Setting(image_size, in_chans, num_classes, AUTOCAST_DTYPES[precision], channels_last, block, rules)
+    setting = Setting(image_size, in_chans, num_classes, AUTOCAST_DTYPES[precision], channels_last, block, rules, loss)
     probe = Tracer(mode, fake, Chain(()), setting)
     with mode:
         images = probe.images(TRACE_BATCHES[0])
@@ -365,7 +367,7 @@ class _Layout:
     def tape(self, index: int) -> Tape:
         """What happened in one entry of the chain."""
         stored, dropped = self.first.intervals[index], self.dropped.intervals[index]
-        opening = dropped.input_number
+        given = [number for number in dict.fromkeys([dropped.input_number, *dropped.besides]) if number is not None]
         return Tape(
             dropped=dropped.forward_levels,
             backward_first=stored.backward_levels,
@@ -382,8 +384,7 @@ class _Layout:
             flops=dropped.flops,
             backward_flops=stored.again_flops,
             backward_traffic=stored.again_traffic,
-            input_size=0 if opening is None else self.dropped.sizes[opening],
-            input_gone=None if opening is None else stored.gone.get(opening),
+            inputs=[(self.dropped.sizes[number], stored.gone[number]) for number in given if number in stored.gone],
             output=dropped.output_number,
         )
 

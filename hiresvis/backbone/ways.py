@@ -62,7 +62,7 @@ class Tape:
         gone: moment of the backward at which a storage was gone.
         unpacked, released: moments of the backward at which a place was asked for, and let go.
         backward_flops, backward_traffic: of forwards that the unit's own backward runs (its sliced modules, once more).
-        input_gone: moment of the backward at which the unit's input was gone; None: it stays.
+        inputs: of what the unit is given, bytes, and the moment of the backward at which it was gone; what stays is not among them.
     """
 
     dropped: list[int] = field(default_factory=list)
@@ -80,8 +80,7 @@ class Tape:
     flops: int = 0
     backward_flops: int = 0
     backward_traffic: int = 0
-    input_size: int = 0
-    input_gone: int | None = None
+    inputs: list[tuple[int, int]] = field(default_factory=list)
     output: int | None = None
 
     def signature(self) -> tuple[object, ...]:
@@ -96,7 +95,7 @@ class Tape:
             tuple(sorted(self.unpacked.items())),
             tuple(sorted(self.released.items())),
             tuple((product.flops, tuple(names.get(n) for n in product.outputs), product.changed) for product in self.products),
-            (self.input_size, self.input_gone, names.get(self.output), self.backward_flops),  # type: ignore[arg-type]
+            (tuple(self.inputs), names.get(self.output), self.backward_flops),  # type: ignore[arg-type]
         )
 
 
@@ -154,7 +153,7 @@ def _far(few: Tape, many: Tape) -> Tape:
         sizes={
             number: far(few.sizes[other], many.sizes[number]) for other, number in zip(sorted(few.sizes), sorted(many.sizes), strict=True)
         },
-        input_size=far(few.input_size, many.input_size),
+        inputs=[(far(size, other), gone) for (size, _), (other, gone) in zip(few.inputs, many.inputs, strict=True)],
     )
 
 
@@ -165,6 +164,7 @@ def _alike(few: Tape, many: Tape) -> bool:
         and len(few.products) == len(many.products)
         and len(few.dropped) == len(many.dropped)
         and len(few.backward_first) == len(many.backward_first)
+        and len(few.inputs) == len(many.inputs)
     )
 
 
@@ -186,14 +186,14 @@ class _Replay:
         self.last = len(tape.places)
         moments = len(tape.backward_first) + 1  # moment 0 is the start
         self.moments = moments
-        # What backward holds besides this unit's saved tensors, its input always there.
+        # What backward holds besides this unit's saved tensors, all that it is given always there: a second run needs it.
         correction = np.zeros(moments, dtype=np.int64)
         for number in tape.alive_at_backward:
             gone = tape.gone.get(number)
             if gone is not None:
                 correction[gone + 1 :] += tape.sizes[number]
-        if tape.input_gone is not None:
-            correction[tape.input_gone + 1 :] += tape.input_size
+        for size, gone in tape.inputs:
+            correction[gone + 1 :] += size
         self.rest_first = np.concatenate(([0], tape.backward_first)) + correction
         self.rest_more = np.concatenate(([0], tape.backward_more)) + correction
         self.dropped = np.asarray(tape.dropped, dtype=np.int64)

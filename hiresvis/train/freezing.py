@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hiresvis.backbone.build import coarse_layers
+from hiresvis.backbone.build import layers_of
 from hiresvis.backbone.lora import PARTS, add_adapters
 from hiresvis.backbone.record import fake_copy
 from hiresvis.errors import Problem, RecipeError
@@ -32,7 +32,7 @@ def freeze(model: nn.Module, freeze: Freeze) -> tuple[str, ...]:
     if freeze == "none":
         return ()
     wanted = 0 if freeze == "stem" else int(freeze)
-    layers = coarse_layers(model)
+    layers = layers_of(model, coarse=True)
     head = {layers[name] for name in classifier_parameters(model) if name in layers}
     num_stages = (min(head) if head else max(layers.values()) + 1) - 1
     if not 0 <= wanted <= num_stages:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import timm
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hiresvis.backbone.chain import Chain
-from hiresvis.backbone.record import fake_copy
+from hiresvis.backbone.record import TracedLoss, fake_copy
 from hiresvis.backbone.segments import apply_segments
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import StorageCounter
@@ -54,7 +54,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
 
 
-def trace(model: nn.Module, image_size: tuple[int, int], *, name: str = "model", precision: str = "fp32") -> tuple[Chain, MemoryProfile]:
+def trace(
+    model: nn.Module, image_size: tuple[int, int], *, name: str = "model", precision: str = "fp32", loss: TracedLoss | None = None
+) -> tuple[Chain, MemoryProfile]:
     """`trace_costs` with this lab's settings."""
     return trace_costs(
         model,
@@ -69,6 +71,7 @@ def trace(model: nn.Module, image_size: tuple[int, int], *, name: str = "model",
         make_optimizer=make_optimizer,
         optimizer_name="adamw",
         clip_grad=1.0,
+        loss=loss,
     )
 
 
@@ -144,7 +147,7 @@ class StepPeaks:
 
 
 def measure_steps(
-    model: nn.Module, profile: MemoryProfile, segments: tuple[Segment, ...], batch: int, *, fake: bool, classes: int = CLASSES
+    model: nn.Module, profile: MemoryProfile, segments: tuple[Segment, ...], batch: int, *, fake: bool, loss: TracedLoss | None = None
 ) -> StepPeaks:
     """Count a copy of the model's storages through forward, backward, clipping and the optimizer's step, its state in being."""
     mode: Any
@@ -152,15 +155,16 @@ def measure_steps(
     counter = StorageCounter(BLOCK_BYTES)
     counter.track([*model.parameters(), *model.buffers()])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = partial(nn.functional.cross_entropy, reduction="none") if loss is None else loss.losses
+    targets = None if loss is None else loss.targets(batch)  # not counted, as the loader's images are not
 
     def micro_batch() -> None:
         height, width = profile.image_size
         images = torch.zeros(batch, 3, height, width).to(memory_format=torch.channels_last)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=profile.precision == "bf16"):
-            targets = torch.zeros(batch, dtype=torch.int64)
-            loss = nn.functional.cross_entropy(model(images).float(), targets, reduction="none").sum() / batch
+            value = losses(model(images).float(), torch.zeros(batch, dtype=torch.int64) if targets is None else targets).sum() / batch
         del images
-        loss.backward()
+        value.backward()
 
     def step(micro_batches: int) -> int:
         counter.reset_peak()
