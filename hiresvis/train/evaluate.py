@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hiresvis.train.batches import fetch
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.losses import Loss
-from hiresvis.train.metrics import compute_metrics
+from hiresvis.train.mask_evaluation import PixelCounts, mask_steps
+from hiresvis.train.metrics import compute_metrics, mask_metrics
 from hiresvis.train.step import TrainStep
 
 
@@ -22,7 +23,7 @@ class Evaluation:
     """Result of a split, sample by sample in the loader's order.
 
     Attributes:
-        task: classify | multilabel | regress.
+        task: classify | multilabel | regress | segment.
         loss: mean per-sample loss.
         metrics: by name, see `metrics.METRICS`.
         names: of the samples.
@@ -30,6 +31,7 @@ class Evaluation:
         scores: (n, k): probabilities, or predicted values in the targets' units.
         losses: (n,) float32.
         outputs: (n, k) float32, of the network.
+        pixels: of segment, which has them in place of targets, scores and outputs (all empty).
     """
 
     task: str
@@ -40,9 +42,12 @@ class Evaluation:
     scores: Tensor
     losses: Tensor
     outputs: Tensor
+    pixels: PixelCounts | None = None
 
     def read_by(self, loss: Loss) -> Evaluation:
         """The same outputs with scores as another loss reads them, and the metrics of those."""
+        if self.pixels is not None:  # there is nothing to read in another way
+            return self
         scores = loss.scores(self.outputs)
         return replace(self, scores=scores, metrics=compute_metrics(self.task, scores, self.targets))
 
@@ -78,6 +83,8 @@ def evaluation_steps(
     Returns:
         The evaluation.
     """
+    if step.loss_fn.task == "segment":
+        return (yield from _against_masks(step, loader, name_of, flips=flips))
     outputs_of: list[Tensor] = []
     targets_of: list[Tensor] = []
     indices: list[int] = []
@@ -96,6 +103,15 @@ def evaluation_steps(
     task, names = step.loss_fn.task, tuple(name_of(index) for index in indices)
     metrics = compute_metrics(task, scores, targets)
     return Evaluation(task, float(losses.double().mean()), metrics, names, targets, scores, losses, outputs)
+
+
+def _against_masks(
+    step: TrainStep, loader: Any, name_of: Callable[[int], str], *, flips: bool
+) -> Generator[tuple[int, int], None, Evaluation]:
+    with eval_mode(step.model):
+        indices, losses, pixels = yield from mask_steps(step, loader, flips=flips)
+    none, names = torch.empty(0), tuple(map(name_of, indices))
+    return Evaluation("segment", float(losses.double().mean()), mask_metrics(*pixels.total()), names, none, none, losses, none, pixels)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hiresvis.train.class_losses import ANY_CLASSES, ONE_CLASS
+from hiresvis.train.mask_losses import MaskLoss
 
 
 class Loss(Protocol):
-    """What training and evaluation ask of a loss. `task`: classify | multilabel | regress."""
+    """What training and evaluation ask of a loss. `task`: classify | multilabel | regress | segment."""
 
     task: str
 
@@ -150,18 +151,22 @@ def make_loss(
     temperature: float = 1.0,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
+    mask_size: tuple[int, int] = (0, 0),
 ) -> Loss:
     """The loss of a recipe.
 
     Args:
         name: one of `recipe.tasks.LOSSES` for the task.
-        task: classify | multilabel | regress.
+        task: classify | multilabel | regress | segment.
         num_outputs: classes, or targets.
         label_smoothing: of classes and labels.
         weights: of each class, or of each class's positives; empty: none.
         temperature: of classes.
         mean, std: of the targets of regress.
+        mask_size: of segment, (height, width) of the masks that training gives.
     """
+    if task == "segment":
+        return MaskLoss(name, image_size=mask_size, label_smoothing=label_smoothing)
     if task == "classify":
         return CrossEntropy(name, label_smoothing=label_smoothing, weights=weights, temperature=temperature)
     if task == "multilabel":

@@ -117,7 +117,34 @@ def r2(scores: Tensor, targets: Tensor) -> float:
     return float(tr.r2_score((scores - middle) / spread, (targets - middle) / spread))
 
 
-METRICS: Mapping[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
+def miou(true: Tensor, predicted: Tensor, right: Tensor) -> float:
+    """Mean intersection over union over the classes that occur as label or as prediction; NaN where none does."""
+    return _mean(class_iou(true, predicted, right).values())
+
+
+def mean_dice(true: Tensor, predicted: Tensor, right: Tensor) -> float:
+    """Mean Dice (F1 of pixels) over the same classes."""
+    either = true + predicted
+    return _mean(2 * right[index].double() / either[index] for index in either.nonzero().flatten().tolist())
+
+
+def pixel_accuracy(true: Tensor, predicted: Tensor, right: Tensor) -> float:
+    """Share of the pixels whose class is right; NaN where there are none."""
+    del predicted
+    return float(right.sum().double() / true.sum())
+
+
+def class_iou(true: Tensor, predicted: Tensor, right: Tensor) -> dict[int, Tensor]:
+    """Intersection over union of the classes that occur as label or as prediction, by their number.
+
+    Args:
+        true, predicted, right: (k,) pixels of each class by label, by prediction, and by both.
+    """
+    union = true + predicted - right
+    return {index: right[index].double() / union[index] for index in union.nonzero().flatten().tolist()}
+
+
+METRICS: Mapping[str, Mapping[str, Callable[..., float]]] = {
     "classify": {
         "accuracy": accuracy,
         "balanced_accuracy": balanced_accuracy,
@@ -128,12 +155,13 @@ METRICS: Mapping[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
     },
     "multilabel": {"map": mean_average_precision, "auroc": label_auroc, "macro_f1": label_f1, "accuracy": exact_match},
     "regress": {"mae": mae, "rmse": rmse, "r2": r2},
+    "segment": {"miou": miou, "dice": mean_dice, "pixel_accuracy": pixel_accuracy},
 }
 HIGHER_IS_BETTER: Mapping[str, bool] = {name: name not in ("mae", "rmse") for metrics in METRICS.values() for name in metrics}
 
 
 def compute_metrics(task: str, scores: Tensor, targets: Tensor) -> dict[str, float]:
-    """All metrics of a split.
+    """All metrics of a split (of segment see `mask_metrics`).
 
     Args:
         task: classify | multilabel | regress.
@@ -145,6 +173,11 @@ def compute_metrics(task: str, scores: Tensor, targets: Tensor) -> dict[str, flo
     return {name: compute(scores, targets) for name, compute in METRICS[task].items()}
 
 
+def mask_metrics(true: Tensor, predicted: Tensor, right: Tensor) -> dict[str, float]:
+    """All metrics of a split of segment, from pixels counted over all of it; see `class_iou`."""
+    return {name: compute(true, predicted, right) for name, compute in METRICS["segment"].items()}
+
+
 def auto_metric(task: str, class_counts: Sequence[int]) -> tuple[str, str]:
     """The metric that decides which epoch is best, and the reason.
 
@@ -154,6 +187,8 @@ def auto_metric(task: str, class_counts: Sequence[int]) -> tuple[str, str]:
     """
     if task == "multilabel":
         return "map", "it ranks the images of each class and needs no threshold, and rare classes count as much as frequent ones"
+    if task == "segment":
+        return "miou", "every class counts the same, however few its pixels, and what is wrongly added counts as what is missed"
     if task == "regress":
         return "mae", "the error in the targets' own units; lower is better"
     counts = [count for count in class_counts if count]

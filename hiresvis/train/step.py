@@ -185,7 +185,8 @@ class TrainStep:
     def predict_with_flips(self, images: Tensor) -> Tensor:
         """The mean of `predict` for the images (b, h, w, c) and for their mirror images, left and right changed over; so an image and its
         mirror image have the same."""
-        return (self.predict(images) + self.predict(images.flip(2))) / 2
+        mirrored = self.predict(images.flip(2))
+        return (self.predict(images) + (mirrored.flip(3) if mirrored.dim() == 4 else mirrored)) / 2  # maps are mirrored back
 
     def as_evaluated(self) -> AbstractContextManager[None]:
         """The model has the weights that are evaluated and kept: the averaged ones, where there is an average."""

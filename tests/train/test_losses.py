@@ -28,7 +28,7 @@ def test_smoothing_outside_its_range_is_refused():
         CrossEntropy(label_smoothing=1.0)
 
 
-ALL = [(task, name) for task, names in LOSSES.items() for name in names]
+ALL = [(task, name) for task, names in LOSSES.items() if task != "segment" for name in names]
 
 
 @pytest.mark.parametrize(("task", "name"), ALL)
