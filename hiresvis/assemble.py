@@ -14,11 +14,13 @@ from torch import nn
 
 from hiresvis.backbone.build import Backbone, build_backbone
 from hiresvis.backbone.match import fingerprint
+from hiresvis.backbone.segmenter import build_segmenter
 from hiresvis.data.augment import Augment, make_augment
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, check_steps
 from hiresvis.data.contract import Contract, make_prepare, statistics_for
-from hiresvis.data.micro_batch import load_sample
+from hiresvis.data.masks import Masks, values_of
+from hiresvis.data.micro_batch import load_pair, load_sample
 from hiresvis.data.mixing import Mixing
 from hiresvis.data.samples import draw_boards
 from hiresvis.data.sources import Datasets
@@ -73,6 +75,7 @@ def make_contract(loaded: LoadedRecipe, datasets: Datasets, channels: int, scale
         classes=datasets.classes,
         target_mean=target_mean,
         target_std=target_std,
+        ignore_index=data.ignore_index if loaded.recipe.task == "segment" else None,
         image_size=loaded.recipe.model.image_size,
         fit=data.fit,
         background=data.background,
@@ -113,7 +116,14 @@ def check_data(
         seconds=seconds,
         cache_folder=cache_folder(),
         copies=copies,
+        masks=make_masks(loaded, datasets),
     )
+
+
+def make_masks(loaded: LoadedRecipe, datasets: Datasets) -> Masks | None:
+    """What the values in masks mean; None for other tasks than segment."""
+    ignore = loaded.recipe.data.ignore_index
+    return Masks(values_of(datasets.classes, ignore), ignore) if loaded.recipe.task == "segment" else None
 
 
 def make_pipeline(loaded: LoadedRecipe, contract: Contract) -> Pipeline:
@@ -122,7 +132,7 @@ def make_pipeline(loaded: LoadedRecipe, contract: Contract) -> Pipeline:
     Raises:
         RecipeError: the augmentation cannot be built, placed at its line.
     """
-    return Pipeline(contract.preprocess(), make_augmentation(loaded, contract.channels))
+    return Pipeline(contract.preprocess(), make_augmentation(loaded, contract.channels), contract.masks())
 
 
 def make_augmentation(loaded: LoadedRecipe, channels: int) -> Augment | None:
@@ -185,7 +195,10 @@ def raw_image(contract: Contract, datasets: Datasets, pipeline: Pipeline) -> tup
     """
     for sample in datasets.train.samples:
         try:
-            array = load_sample(sample, pipeline, max_pixels=contract.max_pixels, seed=0)
+            if pipeline.masks is None:
+                array = load_sample(sample, pipeline, max_pixels=contract.max_pixels, seed=0)
+            else:
+                array, _ = load_pair(sample, pipeline, max_pixels=contract.max_pixels, seed=0)
         except DataError:
             continue
         return array.shape, torch.from_numpy(array).dtype
@@ -207,7 +220,8 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_w
     if isinstance(weights, str) and not weights.startswith("package:"):
         weights = str(loaded.resolve_path(weights))
     with _placing(loaded):
-        return build_backbone(
+        build = build_segmenter if loaded.recipe.task == "segment" else build_backbone
+        return build(
             model.name,
             num_classes=num_classes,
             image_size=model.image_size,
@@ -337,6 +351,7 @@ def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: fl
         temperature=contract.temperature,
         mean=contract.target_mean,
         std=contract.target_std,
+        mask_size=contract.image_size,
     )
 
 

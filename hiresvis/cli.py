@@ -242,12 +242,15 @@ def predict(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here.", show_default=False)] = None,
     flips: Flips = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line instead of CSV.")] = False,
+    masks: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Task segment: a new folder for the masks; FILE_masks.", show_default=False)
+    ] = None,
 ) -> None:
-    """Classes and scores, or values, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
+    """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
     with _ending():
         from hiresvis.inference import predict as run_predict
 
-        found = run_predict(run, paths, flips=flips)
+        found = run_predict(run, paths, flips=flips, masks=masks, beside=out)
         for note in found.notes:
             _say(note)
         if out is None:

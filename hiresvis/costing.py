@@ -14,6 +14,7 @@ from torch import nn
 from hiresvis import assemble, profiles
 from hiresvis.assemble import Trainable
 from hiresvis.backbone.build import Backbone
+from hiresvis.backbone.record import TracedLoss
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
@@ -29,6 +30,7 @@ from hiresvis.profiles import Entry, Facts, ProfileKey
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.settle import complete, key_of, limits_of, settle_costs
 from hiresvis.train import metrics
+from hiresvis.train.mask_losses import MaskLoss
 
 _HOST_SHARE = 0.5  # of the host's free memory; the loader's workers need the rest
 
@@ -178,8 +180,16 @@ def trace_by(key: ProfileKey, model: nn.Module, make_optimizer: Callable[[nn.Mod
         clip_grad=key.clip_grad,
         ema=key.ema,
         rules=key.rules,
+        loss=_traced_loss(key),
     )
     return profile
+
+
+def _traced_loss(key: ProfileKey) -> TracedLoss | None:
+    if not key.mask_loss:
+        return None
+    loss = MaskLoss(key.mask_loss, image_size=key.image_size, label_smoothing=key.label_smoothing)
+    return TracedLoss(loss, loss.blank_targets)
 
 
 def _trace(loaded: LoadedRecipe, trainable: Trainable, key: ProfileKey) -> MemoryProfile:

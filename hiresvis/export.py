@@ -99,6 +99,11 @@ def export(
     if to == "onnx":
         need_onnx()
     trained = open_run(run)
+    if trained.contract.task == "segment":
+        raise RecipeError(
+            f"{run}: a run of task segment is not exported by this release: timm alone cannot build its decoder, and no graph was held "
+            f"against it yet. Its weights are {run / 'weights' / 'best.safetensors'}; hiresvis predict writes masks"
+        )
     if pixels == "uint8" and trained.contract.scale.kind == "range":
         low, high = trained.contract.scale.low, trained.contract.scale.high
         raise RecipeError(f"--pixels uint8: this run's images have a number range, {low:g} to {high:g}, which becomes 0 to 1; use float32")

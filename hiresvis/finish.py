@@ -49,6 +49,7 @@ def eval_loader(samples: Sequence[Sample], parts: Parts, *, batch: int, workers:
         workers=workers,
         pin=on_gpu,
         cache=cache,
+        masks=parts.contract.masks(),
     )
 
 

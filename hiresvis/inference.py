@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from hiresvis import assemble
 from hiresvis.data.cache import ImageCache
@@ -16,15 +18,17 @@ from hiresvis.data.decode import open_image
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
-from hiresvis.errors import DataError
+from hiresvis.errors import DataError, RecipeError
 from hiresvis.own_data import own_datasets
-from hiresvis.predictions import predicted_row, table_columns
+from hiresvis.predicted_masks import MaskWriter, open_folder
+from hiresvis.predictions import mask_row, predicted_row, table_columns
 from hiresvis.recipe import Resolution
 from hiresvis.results import split_result
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
 from hiresvis.train.joining import WindowJoin
+from hiresvis.train.mapping import MapJoin
 from hiresvis.train.step import TrainStep
 from hiresvis.trained import Trained, open_run, scores
 
@@ -89,16 +93,20 @@ class Predictions:
     rows: Iterator[dict[str, Any]]
 
 
-def predict(run: Path, paths: Sequence[Path], *, flips: bool = False) -> Predictions:
+def predict(run: Path, paths: Sequence[Path], *, flips: bool = False, masks: Path | None = None, beside: Path | None = None) -> Predictions:
     """What the best weights say of files and folders; each file once, at its first place.
 
     Args:
         flips: as in `evaluate`.
+        masks: of a run of segment: the new folder that a mask of each image is written to.
+        beside: the file that the rows will be in; without `masks` the folder is beside it.
 
     Raises:
         RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
+        RecipeError: masks are wanted of another task, or no folder is given for them.
     """
     trained = open_run(run)
+    writer = _mask_writer(trained.contract, masks, beside)
     found = load_unlabelled(paths)
     samples = _each_once(found.samples)
     bad = _bad_headers(samples, trained.contract)
@@ -112,7 +120,19 @@ def predict(run: Path, paths: Sequence[Path], *, flips: bool = False) -> Predict
     if len(bad) > _EARLY_NAMED:
         notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
     columns = table_columns(trained.contract.task, trained.contract.classes)
-    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad, flips=flips))
+    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad, writer, flips=flips))
+
+
+def _mask_writer(contract: Contract, folder: Path | None, beside: Path | None) -> MaskWriter | None:
+    if contract.task != "segment":
+        if folder is not None:
+            raise RecipeError(f"--masks {folder}: masks are what a run of task segment predicts, and this one's task is {contract.task}")
+        return None
+    if folder is None and beside is not None:
+        folder = beside.with_name(f"{beside.stem}_masks")
+    if folder is None:
+        raise RecipeError("this run's task is segment, which writes a mask of each image: give --out FILE.csv, or a folder as --masks DIR")
+    return MaskWriter(open_folder(folder), contract.classes, contract.ignore_index)
 
 
 def _make_step(trained: Trained) -> TrainStep:
@@ -123,7 +143,9 @@ def _make_step(trained: Trained) -> TrainStep:
     return step
 
 
-def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None) -> EvalLoader:
+def _make_loader(
+    trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None, with_truth: bool = True
+) -> EvalLoader:
     """With the run's own batch, and as many of its workers as have a batch to load while another is computed."""
     contract, wanted = trained.contract, trained.loaded.recipe.data.workers
     return EvalLoader(
@@ -134,6 +156,8 @@ def _make_loader(trained: Trained, samples: Sequence[Sample], *, bad_images: str
         workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
         bad_images=bad_images,
         cache=cache,
+        masks=contract.masks(),
+        with_truth=with_truth,
     )
 
 
@@ -157,23 +181,24 @@ def _bad_headers(samples: Sequence[Sample], contract: Contract) -> dict[int, str
     return bad
 
 
-def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str], *, flips: bool) -> Iterator[dict[str, Any]]:
+def _rows(
+    trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str], writer: MaskWriter | None, *, flips: bool
+) -> Iterator[dict[str, Any]]:
     """A row for each sample as soon as it and all before it are done: predicted, bad by its header, or bad as only decoding shows."""
     contract, step = trained.contract, _make_step(trained)
     good = [index for index in range(len(samples)) if index not in bad]
-    loader = _make_loader(trained, [samples[index] for index in good], bad_images="skip")
+    usable = [samples[index] for index in good]
+    loader = _make_loader(trained, usable, bad_images="skip", with_truth=False)
+    said_of = _scores_said(contract) if writer is None else _masks_said(contract, writer, usable)
     place_of = {samples[index].title: index for index in good}
     rows = {index: _row(samples[index], contract, error=reason) for index, reason in bad.items()}
-    join, done, known = WindowJoin(), 0, 0
+    done, known = 0, 0
     outputs_of = step.predict_with_flips if flips else step.predict
     try:
         for item in fetch(loader):
             if item.indices:
-                indices, logits, _ = join.add(item, outputs_of(item.images).cpu())
-                for index, row in zip(indices, scores(logits, contract).tolist(), strict=True):
-                    sample = samples[good[index]]
-                    usable = all(map(math.isfinite, row))
-                    rows[good[index]] = _row(sample, contract, row) if usable else _row(sample, contract, error=_NOT_FINITE)
+                for index, said, error in said_of(item, outputs_of(item.images).cpu()):
+                    rows[good[index]] = _row(usable[index], contract, said, error)
             rows |= {place_of[path]: _row(samples[place_of[path]], contract, error=reason) for path, reason in loader.skipped[known:]}
             known = len(loader.skipped)
             while done in rows:
@@ -184,5 +209,40 @@ def _rows(trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str], *
         loader.close()
 
 
-def _row(sample: Sample, contract: Contract, row: Sequence[float] | None = None, error: str | None = None) -> dict[str, Any]:
-    return {"path": sample.title, **predicted_row(contract.task, row, contract.classes, contract.thresholds), "error": error}
+def _row(sample: Sample, contract: Contract, said: Mapping[str, Any] | None = None, error: str | None = None) -> dict[str, Any]:
+    return {"path": sample.title, **(said or predicted_row(contract.task, None, contract.classes)), "error": error}
+
+
+_Said = Iterator[tuple[int, dict[str, Any] | None, str | None]]  # index of the sample, what is said of it, or why nothing is
+
+
+def _scores_said(contract: Contract) -> Callable[[Any, Tensor], _Said]:
+    """Reads rows of logits, of images in windows joined."""
+    join = WindowJoin()
+
+    def read(item: Any, outputs: Tensor) -> _Said:
+        indices, logits, _ = join.add(item, outputs)
+        for index, row in zip(indices, scores(logits, contract).tolist(), strict=True):
+            if all(map(math.isfinite, row)):
+                yield index, predicted_row(contract.task, row, contract.classes, contract.thresholds), None
+            else:
+                yield index, None, _NOT_FINITE
+
+    return read
+
+
+def _masks_said(contract: Contract, writer: MaskWriter, samples: Sequence[Sample]) -> Callable[[Any, Tensor], _Said]:
+    """Reads maps of logits, and writes the masks of images that are complete."""
+    join = MapJoin()
+
+    def read(item: Any, outputs: Tensor) -> _Said:
+        for strip in join.add(item, outputs):
+            try:
+                written = writer.add(strip, samples[strip.index])
+            except ValueError:
+                yield strip.index, None, _NOT_FINITE
+                continue
+            if written is not None:
+                yield strip.index, mask_row(str(written.path), written.shares), None
+
+    return read

@@ -17,7 +17,8 @@ def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str], th
 
     - classify: split, path, label, predicted, score (of the predicted class), loss;
     - multilabel: split, path, label and predicted (`a|b`), loss, and score_CLASS for each class;
-    - regress: split, path, loss, and true_TARGET and predicted_TARGET for each target.
+    - regress: split, path, loss, and true_TARGET and predicted_TARGET for each target;
+    - segment: split, path, loss, and true_CLASS, predicted_CLASS and right_CLASS, pixels of each class.
 
     Args:
         results: by split.
@@ -42,7 +43,7 @@ def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str
 
     Returns:
         classify: label, score, and scores by class; multilabel: labels (those at or above their threshold) and scores by class; regress:
-        values by target.
+        values by target. Of segment see `mask_row`.
     """
     if scores is None:
         return dict.fromkeys(_SAID[task])
@@ -56,8 +57,14 @@ def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str
     return {"label": best, "score": named[best], "scores": named}
 
 
+def mask_row(path: str | None, shares: Mapping[str, float] | None) -> dict[str, Any]:
+    """What `predict` says of one image of segment: its mask's file, and the share of each class; None where there are none."""
+    return {"mask": path, "shares": shares}
+
+
 def table_columns(task: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Columns of the rows of `predict` as a table: a score_CLASS for each class, or a predicted_TARGET for each target."""
+    """Columns of the rows of `predict` as a table: a score_CLASS (segment: share_CLASS) for each class, or a predicted_TARGET for each
+    target."""
     single = [key for key in _SAID[task] if key not in _PREFIX]
     return ("path", *single, *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names), "error")
 
@@ -98,11 +105,25 @@ def _regress_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]
         yield [f"{loss:.6f}", *pairs]
 
 
-_SAID = {"classify": ("label", "score", "scores"), "multilabel": ("labels", "scores"), "regress": ("values",)}
-_PREFIX = {"scores": "score", "values": "predicted"}
+def _segment_rows(found: Evaluation, names: Sequence[str]) -> Iterable[list[str]]:
+    del names
+    assert found.pixels is not None
+    columns = (found.pixels.true.tolist(), found.pixels.predicted.tolist(), found.pixels.right.tolist(), found.losses.tolist())
+    for *counts, loss in zip(*columns, strict=True):
+        yield [f"{loss:.6f}", *(str(number) for of_class in zip(*counts, strict=True) for number in of_class)]
+
+
+_SAID = {
+    "classify": ("label", "score", "scores"),
+    "multilabel": ("labels", "scores"),
+    "regress": ("values",),
+    "segment": ("mask", "shares"),
+}
+_PREFIX = {"scores": "score", "values": "predicted", "shares": "share"}
 _COLUMNS = {
     "classify": lambda names: ["label", "predicted", "score", "loss"],
     "multilabel": lambda names: ["label", "predicted", "loss", *(f"score_{name}" for name in names)],
     "regress": lambda names: ["loss", *(column for name in names for column in (f"true_{name}", f"predicted_{name}"))],
+    "segment": lambda names: ["loss", *(f"{kind}_{name}" for name in names for kind in ("true", "predicted", "right"))],
 }
-_ROWS = {"classify": _classify_rows, "regress": _regress_rows}
+_ROWS = {"classify": _classify_rows, "regress": _regress_rows, "segment": _segment_rows}

@@ -30,10 +30,12 @@ MAX_ENTRIES = 2000  # of about 100 KB
 SOURCES = (
     "backbone/build.py",
     "backbone/chain.py",
+    "backbone/decoder.py",
     "backbone/flops.py",
     "backbone/input_size.py",
     "backbone/lora.py",
     "backbone/record.py",
+    "backbone/segmenter.py",
     "backbone/slices.py",
     "backbone/trace.py",
     "backbone/ways.py",
@@ -42,6 +44,7 @@ SOURCES = (
     "device.py",
     "memory/costs.py",
     "train/freezing.py",
+    "train/mask_losses.py",
     "train/optim.py",
 )
 _LIBRARIES = ("torch", "timm")
@@ -68,6 +71,7 @@ class ProfileKey:
         rules: whose autocast rules are followed.
         lora_rank: of adapters; None: there are none.
         groups: what parameters are grouped by, where an optimizer that steps one by one holds what comes next to each other.
+        mask_loss, label_smoothing: of a model for task segment, whose loss has a part in its costs; empty and 0 for the others.
     """
 
     model: str
@@ -88,6 +92,8 @@ class ProfileKey:
     lora_rank: int | None = None
     ema: bool = False
     groups: str = ""
+    mask_loss: str = ""
+    label_smoothing: float = 0.0
 
     def digest(self) -> str:
         """The entry's name: settings, releases and sources hashed."""

@@ -11,7 +11,8 @@ from hiresvis.data.sources import Sample
 from hiresvis.train.calibration import at_thresholds, calibration_error
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.intervals import intervals, told_with_interval
-from hiresvis.train.metrics import compute_metrics
+from hiresvis.train.mask_evaluation import PixelCounts
+from hiresvis.train.metrics import class_iou, compute_metrics
 
 
 def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample], *, metric: str) -> dict[str, Any]:
@@ -25,8 +26,11 @@ def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample
     Returns:
         images, loss, and metrics by name; intervals: [low, high] by metric, 95%; intervals_by: image or group, what was drawn for them.
         classify: calibration: temperature, error, and error_before, without the temperature. multilabel, where thresholds are fitted:
-        at_thresholds: the metrics that depend on a threshold, with intervals; those beside it are at 0.5.
+        at_thresholds: the metrics that depend on a threshold, with intervals; those beside it are at 0.5. segment: classes, by name their
+        iou and share, without intervals.
     """
+    if found.pixels is not None:
+        return {"images": len(found.names), "loss": found.loss, **found.metrics, "classes": _by_class(found.pixels, contract.classes)}
     groups = [sample.group for sample in samples]
     by_group = bool(groups) and None not in groups
     drawn = groups if by_group else None
@@ -48,6 +52,16 @@ def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample
         ends = _lists(intervals(found.task, flags, found.targets, names=names, groups=drawn))
         result["at_thresholds"] = {**{name: metrics[name] for name in names}, "intervals": ends}
     return result
+
+
+def _by_class(pixels: PixelCounts, classes: Sequence[str]) -> dict[str, Any]:
+    """Of segment: each class's intersection over union (None where it is neither there nor predicted) and share of the labelled pixels."""
+    true, predicted, right = pixels.total()
+    found, total = class_iou(true, predicted, right), int(true.sum())
+    return {
+        name: {"iou": float(found[index]) if index in found else None, "share": int(true[index]) / total if total else None}
+        for index, name in enumerate(classes)
+    }
 
 
 def _lists(found: dict[str, tuple[float, float]]) -> dict[str, list[float]]:

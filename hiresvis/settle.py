@@ -5,6 +5,7 @@ No torch here: with costs on disk a plan is made without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from hiresvis.memory.search import Limits, Planner
 from hiresvis.memory.timing import HOST_BYTES, host_of, rates_of
 from hiresvis.profiles import Entry, Facts, ProfileKey, Rules
 from hiresvis.recipe import LoadedRecipe, Resolution
+from hiresvis.recipe.tasks import LOSSES
 from hiresvis.units import MIB
 
 SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
@@ -60,6 +62,10 @@ def key_of(
     """Everything that decides the costs of the recipe's model, with batch statistics kept or frozen (`norm`)."""
     recipe, optim = loaded.recipe, loaded.recipe.optim
     channels_last = recipe.memory.channels_last
+    mask_loss, mask_bytes = "", 0
+    if recipe.task == "segment":
+        mask_loss = LOSSES["segment"][0] if optim.loss == "auto" else optim.loss
+        mask_bytes = math.prod(recipe.model.image_size)  # class numbers of a byte travel with the pixels
     return ProfileKey(
         model=recipe.model.name,
         image_size=recipe.model.image_size,
@@ -68,7 +74,7 @@ def key_of(
         precision=precision,
         channels_last=True if channels_last == "auto" else channels_last,
         block=block,
-        raw_image_bytes=raw_image_bytes,
+        raw_image_bytes=raw_image_bytes + mask_bytes,
         optimizer=optim.name,
         clip_grad=optim.clip_grad,
         freeze=recipe.model.freeze,
@@ -81,6 +87,8 @@ def key_of(
         groups=""
         if optim.name in ("adamw", "sgd")
         else f"{optim.layer_decay} {optim.weight_decay > 0} {recipe.model.pretrained is not False}",
+        mask_loss=mask_loss,
+        label_smoothing=optim.label_smoothing if mask_loss else 0.0,
     )
 
 

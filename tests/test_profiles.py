@@ -60,6 +60,8 @@ OTHER = {
     "lora_rank": 8,
     "ema": True,
     "groups": "0.75 True True",
+    "mask_loss": "dice",
+    "label_smoothing": 0.1,
 }
 RECIPE = """\
 task: classify

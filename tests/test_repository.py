@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(("device", "ladder", "profiles", "plan_plot", "plan_stages"), 2),
     **dict.fromkeys(("backbone", "data"), 3),
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
-    **dict.fromkeys(("assemble", "predictions", "settle", "supply", "plan_report", "results"), 5),
+    **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
     **dict.fromkeys(("costing", "api", "trained", "own_data"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish"), 7),
     **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "cli", "__main__"), 8),

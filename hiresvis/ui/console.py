@@ -166,7 +166,7 @@ class ConsoleView(View):
         for label, text in final_lines(self._state, event):
             self._labelled(label, text, "bold green" if label in ("done", "best") else "bold")
         if self._state.started:
-            self._commands("next", next_commands(self._state.started.run_dir))
+            self._commands("next", next_commands(self._state.started.run_dir, self._state.started.task))
 
     def _interrupted(self, event: RunInterrupted) -> None:
         self._area.stop()

@@ -80,7 +80,7 @@ class PlainView(View):
             case RunFinished():
                 for label, text in final_lines(state, event):
                     self._line(f"{label:<8}{text}")
-                self._commands(next_commands(state.started.run_dir) if state.started else ())
+                self._commands(next_commands(state.started.run_dir, state.started.task) if state.started else ())
             case RunInterrupted():
                 for label, text in interrupted_lines(state, event):
                     self._line(f"{label:<8}{text}")

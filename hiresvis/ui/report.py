@@ -14,7 +14,7 @@ from markupsafe import Markup
 from hiresvis.run.files import write_text
 from hiresvis.ui import charts
 from hiresvis.ui.run_files import Prediction, RunFiles, read_run
-from hiresvis.ui.scores import SplitScores, label_scores, split_scores, target_scores
+from hiresvis.ui.scores import SplitScores, label_scores, mask_scores, split_scores, target_scores
 from hiresvis.ui.state import RunState
 from hiresvis.ui.svg import hatch
 from hiresvis.ui.text import (
@@ -95,7 +95,7 @@ def _context(run: RunFiles) -> dict[str, Any]:
         "ladder": _ladder(run),
         **_scores(run, splits),
         "worst": _worst(run),
-        "is_regression": run.task == "regress",
+        "is_regression": run.task in ("regress", "segment"),
         "resolved": state.resolved,
         "resolved_text": run.resolved,
         "notices": serious[:NUM_NOTICES],
@@ -218,10 +218,13 @@ def _ladder(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _scores(run: RunFiles, splits: Sequence[str]) -> dict[str, Any]:
-    """What the predictions are worth, by the task: `scores` (classify), `labels` (multilabel) or `targets` (regress), by split."""
-    found: dict[str, Any] = {"scores": [], "labels": [], "targets": []}
+    """What the predictions are worth, by the task: `scores` (classify), `labels` (multilabel), `targets` (regress) or `masks` (segment)."""
+    found: dict[str, Any] = {"scores": [], "labels": [], "targets": [], "masks": []}
     for split in splits:
-        if run.task == "regress":
+        if run.task == "segment":
+            if masks := mask_scores(split, run.predictions, run.classes):
+                found["masks"].append({"split": _SPLITS[split], "found": masks})
+        elif run.task == "regress":
             rows = target_scores(split, run.predictions, run.classes)
             drawn = [(row, charts.scatter(row.name, row.points)) for row in rows]
             found["targets"].append({"split": _SPLITS[split], "rows": drawn, "num_images": len(rows[0].points) if rows else 0})
@@ -268,4 +271,4 @@ def _preview(folder: Path, row: Prediction) -> str | None:
 def _commands(run: RunFiles) -> Sequence[str]:
     folder = run.state.started.run_dir if run.state.started else str(run.folder)
     resume = (run.state.interrupted.resume_command,) if run.state.interrupted else ()
-    return (*resume, *next_commands(folder))
+    return (*resume, *next_commands(folder, run.task))

@@ -24,10 +24,12 @@ class Prediction:
     """One sample under the best weights, as `predictions.csv` has it.
 
     Attributes:
-        label, predicted: class names; multilabel: `a|b`, or none; regress: each target's name and value.
+        label, predicted: class names; multilabel: `a|b`, or none; regress: each target's name and value; segment: the share of pixels that
+            are right, twice.
         score: of the predicted class; nan where there is more than one.
-        values: multilabel: scores by class; regress: predicted values by target.
-        true: regress: values by target.
+        values: multilabel: scores by class; regress: predicted values by target; segment: pixels that are predicted, by class.
+        true: regress: values by target; segment: pixels by class.
+        hits: segment: pixels of each class that are right.
     """
 
     split: str
@@ -38,6 +40,7 @@ class Prediction:
     loss: float
     values: tuple[float, ...] = ()
     true: tuple[float, ...] = ()
+    hits: tuple[float, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -58,7 +61,7 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """What was learnt: classify | multilabel | regress."""
+        """What was learnt: classify | multilabel | regress | segment."""
         return str(self.contract.get("task") or (self.state.started.task if self.state.started else "classify"))
 
     @property
@@ -163,8 +166,14 @@ def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Itera
             "loss": _or_nan(row.get("loss")),
             "score": math.nan,
         }
-        values = {key: _or_nan(cell) for key, cell in row.items() if key.startswith(("score_", "true_", "predicted_"))}
-        if predicted is None:
+        values = {key: _or_nan(cell) for key, cell in row.items() if key.startswith(("score_", "true_", "predicted_", "right_"))}
+        if any(key.startswith("right_") for key in values):
+            kinds = (tuple(values.get(f"{kind}_{name}", math.nan) for name in classes) for kind in ("true", "predicted", "right"))
+            true, found, hits = kinds
+            if classes and not any(map(math.isnan, (*true, *found, *hits))):
+                share = f"{sum(hits) / sum(true):.2%} of pixels" if sum(true) else "no labelled pixel"
+                yield Prediction(**said, label=share, predicted=share, values=found, true=true, hits=hits)
+        elif predicted is None:
             true, found = (tuple(values.get(f"{kind}_{name}", math.nan) for name in classes) for kind in ("true", "predicted"))
             if classes and not any(map(math.isnan, (*true, *found))):
                 yield Prediction(**said, label=_named(classes, true), predicted=_named(classes, found), values=found, true=true)

@@ -91,6 +91,55 @@ class TargetScore:
     points: tuple[tuple[float, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskScore:
+    """One class of one split of segment, over the pixels of all images; None where there is nothing to divide by."""
+
+    name: str
+    share: float | None  # of the labelled pixels
+    iou: float | None
+    dice: float | None
+    precision: float | None
+    recall: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskScores:
+    """One split of segment, class by class; means over the classes that occur as label or as prediction, as in training's metrics."""
+
+    split: str
+    scores: tuple[MaskScore, ...]
+    num_images: int
+    miou: float | None
+    pixel_accuracy: float | None
+
+
+def mask_scores(split: str, predictions: Sequence[Prediction], classes: Sequence[str]) -> MaskScores | None:
+    """The scores of one split of segment; None when it has no rows."""
+    rows = [row for row in predictions if row.split == split and row.hits]
+    if not rows:
+        return None
+    true, found, hits = (
+        [sum(column) for column in zip(*(getattr(row, name) for row in rows), strict=True)] for name in ("true", "values", "hits")
+    )
+    scores = tuple(
+        MaskScore(
+            name=name,
+            share=_share(true[place], sum(true)),
+            iou=_share(hits[place], true[place] + found[place] - hits[place]),
+            dice=_share(2 * hits[place], true[place] + found[place]),
+            precision=_share(hits[place], found[place]),
+            recall=_share(hits[place], true[place]),
+        )
+        for place, name in enumerate(classes)
+    )
+    return MaskScores(split, scores, len(rows), _mean([score.iou for score in scores]), _share(sum(hits), sum(true)))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
 def label_scores(split: str, predictions: Sequence[Prediction], classes: Sequence[str]) -> LabelScores | None:
     """The scores of one split of multilabel; None when it has no rows. Means are over the classes that training's metrics count too."""
     rows = [row for row in predictions if row.split == split]

@@ -329,15 +329,12 @@ def _squeeze(spaces: dict[int, int], width: int) -> dict[int, int]:
     return spaces
 
 
-def next_commands(run_dir: str) -> tuple[str, ...]:
+def next_commands(run_dir: str, task: str) -> tuple[str, ...]:
     """What to type next, ready to be copied."""
     folder = shlex.quote(run_dir)
-    return (
-        f"hiresvis evaluate {folder}",
-        f"hiresvis predict {folder} IMAGE... --out predictions.csv",
-        f"hiresvis export {folder} --to onnx",
-        f"hiresvis report {folder}",
-    )
+    export = () if task == "segment" else (f"hiresvis export {folder} --to onnx",)  # which refuses it
+    predict = f"hiresvis predict {folder} IMAGE... --out predictions.csv"
+    return (f"hiresvis evaluate {folder}", predict, *export, f"hiresvis report {folder}")
 
 
 _REASONS = {"completed": "all epochs done", "early_stop": "stopped early: no better epoch came", "max_time": "the time allowed is used up"}

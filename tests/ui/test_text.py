@@ -87,4 +87,4 @@ def test_chosen_row_is_marked_by_a_sign() -> None:
 
 def test_commands_are_quoted_for_the_shell() -> None:
     """A folder with a space or a bracket can be pasted."""
-    assert next_commands("runs/my run[1]")[0] == "hiresvis evaluate 'runs/my run[1]'"
+    assert next_commands("runs/my run[1]", "classify")[0] == "hiresvis evaluate 'runs/my run[1]'"

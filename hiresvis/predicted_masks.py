@@ -1,0 +1,105 @@
+"""Masks that `predict` writes: PNG files of the images' own size, whose values are those of the masks that training read.
+
+Up to 256 values they have a palette, so that viewers show classes apart; the stored number is the class all the same. Above, 16 bits of
+grey.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from hiresvis.data.masks import PALETTE, values_of
+from hiresvis.data.sources import Sample
+from hiresvis.errors import EnvironmentFailed, RunFolderError
+from hiresvis.run.files import reason
+from hiresvis.train.mapping import Strip
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenMask:
+    """A mask as it was written: its file, and the share of the image that each class has."""
+
+    path: Path
+    shares: dict[str, float]
+
+
+@dataclass(slots=True)
+class MaskWriter:
+    """Takes strips of images, one image after another, and writes each when it is complete.
+
+    Args:
+        folder: new, or empty.
+        classes, ignore: of the run.
+    """
+
+    folder: Path
+    classes: tuple[str, ...]
+    ignore: int | None
+    _taken: set[str] = field(default_factory=set)
+    _index: int = -1
+    _mask: np.ndarray | None = None
+    _is_finite: bool = True
+
+    def add(self, strip: Strip, sample: Sample) -> WrittenMask | None:
+        """Counts the strip in; None while the image is not complete, then its mask.
+
+        Raises:
+            ValueError: the image is complete, and not all of its logits are finite; nothing is written.
+            EnvironmentFailed: the disk.
+        """
+        values = np.asarray(values_of(self.classes, self.ignore), np.uint8 if self._fits_bytes else np.uint16)
+        if self._mask is None or self._index != strip.index:
+            self._index, self._is_finite = strip.index, True
+            self._mask = np.empty(strip.size, np.uint8)
+        self._is_finite = self._is_finite and bool(torch.isfinite(strip.logits).all())
+        self._mask[strip.top : strip.top + strip.logits.shape[1]] = strip.logits.argmax(dim=0).to(torch.uint8).numpy()
+        if not strip.is_last:
+            return None
+        numbers, self._mask = self._mask, None
+        if not self._is_finite:
+            raise ValueError("outputs that are not finite")
+        counts = np.bincount(numbers.reshape(-1), minlength=len(self.classes))
+        path = self._path(sample)
+        self._write(path, values[numbers])
+        return WrittenMask(path, {name: int(count) / numbers.size for name, count in zip(self.classes, counts, strict=True)})
+
+    @property
+    def _fits_bytes(self) -> bool:
+        return max(values_of(self.classes, self.ignore)) < 256
+
+    def _path(self, sample: Sample) -> Path:
+        """The image's name as PNG; where two images would share one, with its extension, or a number."""
+        stem = os.path.splitext(sample.name)[0]
+        names = [f"{stem}.png", f"{sample.name}.png", *(f"{stem}-{number}.png" for number in range(2, len(self._taken) + 3))]
+        name = next(one for one in names if one.lower() not in self._taken)
+        self._taken.add(name.lower())
+        return self.folder / name
+
+    def _write(self, path: Path, mask: np.ndarray) -> None:
+        image = Image.fromarray(mask)
+        if self._fits_bytes:
+            image.putpalette(PALETTE.reshape(-1).tolist())  # the numbers stay
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            spare = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            image.save(spare, format="PNG")
+            spare.replace(path)
+        except OSError as error:
+            raise EnvironmentFailed(f"{path}: not written ({reason(error)}); give another folder to --masks") from error
+
+
+def open_folder(folder: Path) -> Path:
+    """The folder for masks, which nothing is in yet: an image with a mask's name must not be written over.
+
+    Raises:
+        RunFolderError: something is there.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise RunFolderError(f"{folder} holds something already; give a new folder to --masks")
+    return folder
