@@ -9,7 +9,8 @@ from hiresvis import assemble
 from hiresvis.data.cache import ImageCache
 from hiresvis.data.check import DataReport, partly_decoded
 from hiresvis.data.contract import Contract
-from hiresvis.data.sources import MAX_PROBLEMS, Datasets, limited
+from hiresvis.data.folders import MAX_PROBLEMS, limited
+from hiresvis.data.sources import Datasets
 from hiresvis.errors import DataError, Problem
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.run.events import Event, Notice

@@ -250,7 +250,7 @@ def test_a_table_with_masks_and_a_share_held_out(squares, tmp_path, open_worksho
         rows.append([str(image), "" if number == 0 else str(squares / "train" / "masks" / image.name)])
     with (tmp_path / "t.csv").open("w", encoding="utf-8", newline="") as stream:
         csv.writer(stream).writerows(rows)
-    recipe = RECIPE.replace("  val: {data}/val\n  test: {data}/test\n", "  val: 0.25\n  label: truth\n").replace(
+    recipe = RECIPE.replace("  val: {data}/val\n  test: {data}/test\n", f"  val: 0.25\n  label: truth\n  root: {squares}\n").replace(
         "{data}/train", "{data}/t.csv"
     )
     work = open_workshop(tmp_path, recipe)
