@@ -146,7 +146,7 @@ class Finder:
             rows = ladder_rows(planner, planner.ladder(), candidate)
             yield from rows
             self.check(plan)
-            plan, measured = yield from self._probed(planner, candidate, plan)
+            plan, measured = yield from self._probed(reserve, candidate, plan)
             if measured.fits(self.most_bytes):
                 rows = measured_rows(rows, planner, candidate, measured)
                 yield from rows
@@ -158,12 +158,16 @@ class Finder:
                 text = f"micro-batch {plan.micro_batch} used {saved} less than was left for it: {larger} may fit, and is tried"
                 yield Notice(level="info", text=text)
                 continue
+            reserve = self._corrected(plan, measured, reserve)
             if self.found is not None:
-                text = f"micro-batch {plan.micro_batch} {measured.what_happened()}: {self.found.plan.micro_batch} it is"
-                yield Notice(level="info", text=text)
+                between = self._larger(self.found.plan, reserve) if attempt < MAX_PROBES else 0
+                goes_on = self.found.plan.micro_batch < between < plan.micro_batch
+                then = f"{between} is tried" if goes_on else f"{self.found.plan.micro_batch} it is"
+                yield Notice(level="info", text=f"micro-batch {plan.micro_batch} {measured.what_happened()}: {then}")
+                if goes_on:
+                    continue
                 yield from self.found.ladder
                 break
-            reserve = self._corrected(plan, measured, reserve)
             yield Notice(
                 level="warning",
                 text=f"micro-batch {plan.micro_batch} {measured.what_happened()}; {format_size(plan.predicted_peak_bytes)} were predicted, "
@@ -183,7 +187,7 @@ class Finder:
         )
 
     def _probed(
-        self, planner: Planner, candidate: Candidate, plan: CheckpointPlan
+        self, reserve: int, candidate: Candidate, plan: CheckpointPlan
     ) -> Generator[Event, None, tuple[CheckpointPlan, MeasuredPeak]]:
         """Runs the plan; where training fits and evaluation does not, with half as many images in evaluation, and again."""
         while True:
@@ -206,7 +210,7 @@ class Finder:
             self.eval_batch = plan.eval_batch // 2
             text = f"evaluation of {plan.eval_batch} images {measured.what_happened()}, and the budget is {budget}: {self.eval_batch} at "
             yield Notice(level="warning", text=f"{text}once from here on; micro-batch {plan.micro_batch} of training fits and stays")
-            planner = self.planner(self.limits, planner.setting.reserve_bytes)
+            planner = self.planner(self.limits, reserve)
             plan = planner.plan(planner.score(candidate.segments, candidate.micro_batch), plan.why)
 
     def _chosen(self, planner: Planner) -> Candidate:

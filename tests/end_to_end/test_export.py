@@ -116,7 +116,7 @@ def test_what_is_compared_was_held_out_even_where_the_source_has_grown(workshop,
     paths = sorted(workshop.data.glob("train/*/*.png"))
     table = workshop.folder / "train.csv"
     table.write_text("path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in paths))
-    workshop.fit(f"data.train={table}", "data.val=0.25", "data.test=null", "train.epochs=1", "train.seed=3")
+    workshop.fit(f"data.train={table}", "data.root=/", "data.val=0.25", "data.test=null", "train.epochs=1", "train.seed=3")
     held = workshop.read("split.json")["val"]
     with table.open("a") as rows:
         for number, path in enumerate(paths * 3):

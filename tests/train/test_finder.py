@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -192,6 +193,31 @@ def test_a_baseline_that_was_too_high_is_seen_by_the_probe(small) -> None:
     assert last.parts["baseline"] < finder.budget.baseline_bytes
     assert sum(last.parts.values()) == last.predicted_peak_bytes
     assert any("less than was left for it" in event.text for event in events if isinstance(event, Notice))
+
+
+class _Jumps(_Recording):
+    """A probe that measures more above a size, as kernels do that take other ways there."""
+
+    most, more_bytes = 0, 0
+
+    def probe(self, plan) -> MeasuredPeak:
+        measured = super().probe(plan)
+        if plan.micro_batch <= self.most:
+            return measured
+        return replace(measured, peak_bytes=measured.peak_bytes + self.more_bytes, trained=False)
+
+
+@pytest.mark.parametrize(("more_bytes", "sizes"), [(40 * MIB, 3), (400 * MIB, 2)])
+def test_between_a_size_that_ran_and_one_that_did_not_another_is_tried(small, more_bytes: int, sizes: int) -> None:
+    """Where the larger size exceeds the budget by little, what it measured says how much less would fit; by much, the first it is."""
+    finder = _finder(small, small.make_step(MODEL), _need(small, 32), hidden_bytes=-80 * MIB, limits=Limits(batch=None))
+    finder.__class__, finder.more_bytes, finder.most = _Jumps, more_bytes, 45
+    list(finder.find())
+    tried = [plan.micro_batch for plan, _ in finder.probed]
+    assert len(tried) == sizes
+    assert finder.found.measured.peak_bytes <= finder.most_bytes
+    found = finder.found.plan.micro_batch
+    assert tried[0] < found < tried[1] if sizes == 3 else found == tried[0] < tried[1]
 
 
 class _RunsOut(TrainStep):

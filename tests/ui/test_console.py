@@ -110,7 +110,7 @@ def test_final_screen_has_results_peaks_and_commands(make_events: MakeEvents) ->
     text = "\n".join(screen(shown(make_events(3, 8), 120)))
     for part in (
         "macro_f1 0.7643 (0.841-0.907) at epoch 3",
-        "test    macro_f1 0.881 (0.833-0.918)  accuracy 0.900",
+        "test     macro_f1 0.881 (0.833-0.918)  accuracy 0.900",
         "predicted 20.9 GiB, measured 20.4 GiB (device allocator): predicted 2.5% above measured",
         "predicted 19.1 GiB, measured 19.0 GiB (counted storages): predicted 0.5% above measured",
         "1 file that could not be read",
