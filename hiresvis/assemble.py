@@ -169,14 +169,18 @@ def head_epochs(loaded: LoadedRecipe) -> tuple[int, str]:
     return auto_head_epochs(loaded.recipe.train.epochs) if lp_ft.head_epochs == "auto" else (int(lp_ft.head_epochs), "")
 
 
-def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int) -> None:
+def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int, epochs_of_head: int | None = None) -> None:
     """A warm-up that is not shorter than the run, or one of its phases.
+
+    Args:
+        epochs_of_head: as the run has settled them; None: by the recipe.
 
     Raises:
         RecipeError: so it is.
     """
     try:
-        for steps in filter(None, phase_steps(loaded, num_train, batch, head_epochs(loaded)[0])):
+        alone = head_epochs(loaded)[0] if epochs_of_head is None else epochs_of_head
+        for steps in filter(None, phase_steps(loaded, num_train, batch, alone)):
             warmup_steps(loaded.recipe.optim.warmup, steps)
     except ValueError as error:
         raise RecipeError([loaded.problem("optim.warmup", str(error))]) from error
@@ -254,6 +258,7 @@ class Trainable:
     Attributes:
         fingerprint: of what plans depend on; the first phase of lp_ft takes more out of training, and has the same plan.
         adapted: names of the layers that have low-rank adapters.
+        frozen_norm: names of the layers whose batch statistics stay.
     """
 
     backbone: Backbone
@@ -263,6 +268,7 @@ class Trainable:
     layer_decay: float | None
     fingerprint: str
     adapted: tuple[str, ...] = ()
+    frozen_norm: tuple[str, ...] = ()
 
 
 def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbone, *, norm: str) -> Trainable:
@@ -296,7 +302,7 @@ def freeze_parts(loaded: LoadedRecipe, resolution: Resolution, backbone: Backbon
         decay, why = auto_layer_decay(model, pretrained=recipe.model.pretrained is not False, adapt=recipe.model.adapt)
         resolution.set("optim.layer_decay", decay, why)
     train_mode()
-    return Trainable(backbone, model, train_mode, norm, decay, fingerprint(model), adapted)
+    return Trainable(backbone, model, train_mode, norm, decay, fingerprint(model), adapted, tuple(frozen_norm))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -341,7 +347,8 @@ def describe_model(trainable: Trainable) -> str:
 
 
 def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> Loss:
-    """A loss over the contract's outputs. Whichever it is, it reads them as the contract says and compares them by the same plain loss."""
+    """A loss over the contract's outputs, which it reads as the contract says. Plain losses are the same for all losses of classes and
+    labels, and the training loss itself for numbers and masks."""
     return make_loss(
         LOSSES[contract.task][0] if name == "auto" else name,
         task=contract.task,
@@ -353,6 +360,12 @@ def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: fl
         std=contract.target_std,
         mask_size=contract.image_size,
     )
+
+
+def loss_name(loaded: LoadedRecipe, task: str) -> str:
+    """The recipe's loss; auto by the task and the balance of classes."""
+    loss = loaded.recipe.optim.loss
+    return auto_loss(task, loaded.recipe.data.balance)[0] if loss == "auto" else loss
 
 
 def make_step(
@@ -371,8 +384,7 @@ def make_step(
     """
     trainable.model.to(device)
     optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
-    name = auto_loss(contract.task, loaded.recipe.data.balance)[0] if optim.loss == "auto" else optim.loss
-    loss = contract_loss(contract, name, label_smoothing=optim.label_smoothing, weights=weights)
+    loss = contract_loss(contract, loss_name(loaded, contract.task), label_smoothing=optim.label_smoothing, weights=weights)
     return TrainStep(
         trainable.model,
         make_optimizer(loaded, trainable.model, trainable.layer_decay),

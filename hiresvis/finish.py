@@ -82,8 +82,12 @@ class Finish:
             Interrupted: a stop was requested.
         """
         first, counted = relief.plan, self.counted_bytes
+        fitted = Contract.read(self.folder.contract) != self.parts.contract  # by an earlier end of the run, to weights that may be replaced
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
+                if fitted and isinstance(event, Evaluated) and event.is_best:
+                    self.folder.write_json("contract.json", self.parts.contract.to_json())
+                    fitted = False
                 yield event
                 continue
             relief.remove()
@@ -140,7 +144,7 @@ class Finish:
         if val is None:
             val = yield from self._evaluation(trainer, datasets.val.samples, relief)
         contract = yield from self._fitted_contract(val)
-        self.step.loss_fn = assemble.contract_loss(contract)
+        self.step.loss_fn = assemble.contract_loss(contract, assemble.loss_name(self.loaded, contract.task))
         results = {"val": val.read_by(self.step.loss_fn)}
         if datasets.test is not None:
             results["test"] = yield from self._evaluation(trainer, datasets.test.samples, relief)

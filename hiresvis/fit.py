@@ -195,6 +195,8 @@ class _Run:
         own = read_resolved(self.folder.resolved)
         changed = changes(own, self.loaded)
         refuse_changes(changed, self.loaded, self.folder.root)
+        if self.loaded.recipe.train.ema == "auto":  # by the schedule, which may have been changed since
+            self._keep_average(bool(own["train.ema"].value))
         self._settle_machine()
         if self.loaded.recipe.model.lp_ft is not None:
             self.head_epochs = int(own["model.lp_ft.head_epochs"].value)
@@ -222,9 +224,14 @@ class _Run:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
-        if before != parts.contract:  # what an earlier end fitted holds for weights that may not stay the best
-            self.folder.write_json("contract.json", parts.contract.to_json())
         yield from self._train(parts, step, plan, settled, stored, snapshot)
+
+    def _keep_average(self, averaged: bool) -> None:
+        """The weights are averaged as the run has begun."""
+        recipe = self.loaded.recipe
+        train = recipe.train.model_copy(update={"ema": averaged})
+        self.loaded = replace(self.loaded, recipe=recipe.model_copy(update={"train": train}))
+        self.resolution.set("train.ema", averaged, "as the run was begun")
 
     def _step(self, parts: Parts) -> Generator[Event, None, TrainStep]:
         """The training step; says what is done about classes of unequal size."""
@@ -388,9 +395,10 @@ class _Run:
             on_gpu=self.device.type == "cuda",
             micro_batch_bytes=parts.profile.raw_image.slope * plan.micro_batch,
             images_per_second=images_per_second,
+            reads=1 + 1 / plan.micro_batch if assemble.make_mixing(self.loaded, parts.contract) and plan.accumulation > 1 else 1.0,
         )
         images = len(parts.datasets.train)
-        assemble.refuse_warmup(self.loaded, images, batch)
+        assemble.refuse_warmup(self.loaded, images, batch, self.head_epochs)
         head_steps, steps = assemble.phase_steps(self.loaded, images, batch, self.head_epochs)
         schedule = None
         for rate, count in ((head_lr, head_steps), (lr, steps)):
@@ -439,7 +447,9 @@ class _Run:
         head_first, check = None, lambda now: lone_image_check(parts)(now)
         if self.head_epochs:
             check = lone_image_check(parts)  # now, while everything is trained
-            head_first = HeadFirst(parts.trainable.model, self.head_epochs, train_mode=parts.trainable.train_mode)
+            head_first = HeadFirst(
+                parts.trainable.model, self.head_epochs, train_mode=parts.trainable.train_mode, frozen_norm=parts.trainable.frozen_norm
+            )
         meter = PeakMeter(self.device)
         meter.start()
         relief = Relief(
@@ -479,12 +489,13 @@ class _Run:
         )
         try:
             if step.average is not None:
-                step.average.decay = decay_of(settled.schedule.steps)
+                step.average.decay = decay_of(settled.schedule.all_steps)
+            if snapshot is not None:
+                trainer.restore(snapshot)
+            if step.average is not None:
                 where = ", in host memory" if parts.average_on_host else ""
                 text = f"the weights' average over about {1 / (1 - step.average.decay):.0f} steps is what is evaluated and kept{where}"
                 yield Notice(level="info", text=text)
-            if snapshot is not None:
-                trainer.restore(snapshot)
             finish = Finish(
                 loaded=self.loaded,
                 folder=folder,

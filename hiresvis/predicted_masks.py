@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ class MaskWriter:
     def _path(self, sample: Sample) -> Path:
         """The image's name as PNG; where two images would share one, with its extension, or a number."""
         stem = os.path.splitext(sample.name)[0]
-        names = [f"{stem}.png", f"{sample.name}.png", *(f"{stem}-{number}.png" for number in range(2, len(self._taken) + 3))]
+        names = chain((f"{stem}.png", f"{sample.name}.png"), (f"{stem}-{number}.png" for number in count(2)))
         name = next(one for one in names if one.lower() not in self._taken)
         self._taken.add(name.lower())
         return self.folder / name

@@ -76,11 +76,13 @@ def settle_workers(
     on_gpu: bool,
     micro_batch_bytes: int,
     images_per_second: float | None,
+    reads: float = 1.0,
 ) -> int:
     """Loader processes: as given, or by what an image takes to come and to train on.
 
     Args:
         images_per_second: of the plan's probe; None: not known.
+        reads: images read for each that is trained on; above 1 where micro-batches are mixed with what came before them.
     """
     workers = loaded.recipe.data.workers
     if workers != "auto":
@@ -88,7 +90,7 @@ def settle_workers(
     pace, seconds = supply.pace, None
     if pace is not None:
         copy = pace.packed if supply.cache and supply.cache.packed else pace.plain
-        seconds = (copy.seconds if supply.all_kept else pace.load_seconds) + augment_seconds(augment, pace.image)
+        seconds = reads * ((copy.seconds if supply.all_kept else pace.load_seconds) + augment_seconds(augment, pace.image))
     workers, why = auto_workers(
         num_cores(),
         on_gpu=on_gpu,

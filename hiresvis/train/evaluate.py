@@ -108,7 +108,7 @@ def evaluation_steps(
 def _against_masks(
     step: TrainStep, loader: Any, name_of: Callable[[int], str], *, flips: bool
 ) -> Generator[tuple[int, int], None, Evaluation]:
-    with eval_mode(step.model):
+    with eval_mode(step.model), step.as_evaluated():
         indices, losses, pixels = yield from mask_steps(step, loader, flips=flips)
     none, names = torch.empty(0), tuple(map(name_of, indices))
     return Evaluation("segment", float(losses.double().mean()), mask_metrics(*pixels.total()), names, none, none, losses, none, pixels)

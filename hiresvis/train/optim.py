@@ -175,6 +175,11 @@ class Schedule:
     steps: int
     before: Schedule | None = None
 
+    @property
+    def all_steps(self) -> int:
+        """Of the run, its first phase included."""
+        return self.steps + (self.before.all_steps if self.before else 0)
+
     def at(self, step: int) -> float:
         """The learning rate of the run's optimizer step `step`, from 0. Steps after the last one keep its rate."""
         if self.before is not None:

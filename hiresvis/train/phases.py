@@ -9,7 +9,7 @@ comes into being with its first step. The plan is made for the second phase; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -35,12 +35,13 @@ class HeadFirst:
         model: with `requires_grad` as in the second phase.
         epochs: of the first phase.
         train_mode: puts the model in train mode as the second phase has it.
+        frozen_norm: names of layers whose batch statistics stay in both phases.
 
     Attributes:
         epochs: of the first phase.
     """
 
-    def __init__(self, model: nn.Module, epochs: int, *, train_mode: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, epochs: int, *, train_mode: Callable[[], None], frozen_norm: Iterable[str] = ()) -> None:
         head = frozenset(classifier_parameters(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.epochs = epochs
@@ -49,7 +50,7 @@ class HeadFirst:
         self._head_count = self._count - sum(parameter.numel() for parameter in self._body)
         self._both = train_mode
         self._set(False)
-        self._head_alone = TrainMode(model)  # the body in eval mode: features without drop-path, statistics kept
+        self._head_alone = TrainMode(model, frozen_norm=frozen_norm)  # the body in eval mode: features without drop-path, statistics kept
         self._set(True)
 
     def train_mode(self, epoch: int) -> None:

@@ -81,8 +81,10 @@ class Progress:
         return self.loss_sum / self.loss_images if self.loss_images else float("nan")
 
     def next_phase(self) -> None:
-        """Forgets what was to be expected of the loss and the metric: something else is trained from here on."""
+        """Forgets what was to be expected of the loss and the metric, and what a rollback made of the rate: something else is trained from
+        here on, at a rate of its own."""
         self.epochs_since_best, self.trend = 0, LossTrend()
+        self.lr_scale, self.num_rollbacks = 1.0, 0
 
     def next_epoch(self) -> None:
         """Opens the next epoch."""

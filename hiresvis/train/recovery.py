@@ -71,7 +71,8 @@ class Recovery:
             raise TrainingFailed(setback.diverged)
         after = self._back(progress, snapshot)
         if progress.num_rollbacks >= self._rollbacks:
-            after.lr_scale, after.num_rollbacks = 1.0, 0  # whoever resumes does so with another learning rate
+            # Whoever resumes does so with another learning rate; what a schedule has lowered stays so.
+            after.lr_scale, after.num_rollbacks = progress.lr_scale / ROLLBACK_LR**progress.num_rollbacks, 0
             yield from self._saver.snapshot(after)
             raise TrainingFailed(setback.diverged)
         after.lr_scale, after.num_rollbacks = progress.lr_scale * ROLLBACK_LR, progress.num_rollbacks + 1

@@ -19,6 +19,7 @@ from hiresvis.backbone.build import build_backbone
 from hiresvis.errors import RunFolderError
 from hiresvis.recipe import Resolution, load_recipe
 from hiresvis.train.finder import Finder
+from hiresvis.train.snapshot import load_snapshot
 from hiresvis.train.step import TrainStep
 
 FILES = {
@@ -343,6 +344,18 @@ def test_the_probe_runs_all_that_training_will_run(workshop, monkeypatch):
     first, second = (size for name, size in calls if name == "apply")
     assert first == 0 < second
     assert calls[-1] == ("predict", 5)
+
+
+def test_a_resumed_run_averages_as_it_began_whatever_the_schedule_is_now(workshop):
+    """auto was settled by the schedule then; it is neither dropped nor begun anew by another."""
+    workshop.fit("optim.schedule=constant", "train.epochs=1", name="averaged")
+    workshop.fit("optim.schedule=cosine", "train.epochs=2", "--resume", name="averaged")
+    workshop.fit("optim.schedule=cosine", "train.epochs=1", name="plain")
+    workshop.fit("optim.schedule=constant", "train.epochs=2", "--resume", name="plain")
+    for name, averaged in (("averaged", True), ("plain", False)):
+        snapshot = load_snapshot(workshop.path("snapshot", name))
+        assert any(key.startswith("average/") for key in snapshot.tensors) is averaged
+        assert f"ema: {str(averaged).lower()}" in workshop.path("recipe.resolved.yaml", name).read_text()
 
 
 SINGLE_PIXEL = ("model.image_size=32", "train.batch=5", "train.epochs=1")  # of 16 images one is left, and the last BatchNorm sees 1x1

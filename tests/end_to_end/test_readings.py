@@ -182,14 +182,18 @@ def test_an_image_and_its_mirror_image_are_the_same_with_flips(run, tmp_path, ta
     assert run("evaluate", run.path(""), "--json").json == before
 
 
-def test_a_run_that_goes_on_forgets_what_was_fitted_until_its_end(run, tmp_path):
-    """Its temperature held for weights that may not stay the best: while it trains the contract has none, then that of its best weights."""
+def test_a_run_that_goes_on_keeps_what_was_fitted_as_long_as_the_weights_it_is_of(run, tmp_path):
+    """Until an epoch is better the contract's temperature is that of the best weights; from then on there is none, until the end."""
     folder = with_contract(run, tmp_path / "run", temperature=7.0)
     loaded = load_recipe(run.recipe, [f"log.dir={folder}", "data.balance=weights", "train.metric=auroc", "train.epochs=4"])
-    seen = {}
+    seen, better = {}, False
     for event in fit(loaded, resume=True):
-        seen.setdefault(event.kind, json.loads((folder / "contract.json").read_text())["temperature"])
-    assert seen["epoch_started"] == 1.0
+        temperature = json.loads((folder / "contract.json").read_text())["temperature"]
+        seen.setdefault(event.kind, temperature)
+        if event.kind == "evaluated" and event.split == "val":
+            better = better or event.is_best
+            assert temperature == (1.0 if better else 7.0)
+    assert seen["epoch_started"] == 7.0
     assert seen["run_finished"] != 7.0
     assert run("evaluate", folder, "--json").json["val"]["calibration"]["temperature"] == seen["run_finished"]
 

@@ -117,6 +117,14 @@ def test_evaluate_repeats_the_digits_and_gives_each_class(run):
     assert mirrored["miou"] > 0.8
 
 
+def test_what_is_evaluated_in_training_is_what_is_kept(squares, make_workshop, tmp_path):
+    """With an average of the weights, and another loss than the task's own: the last digits of fit are those of evaluate."""
+    work = make_workshop(tmp_path, squares, RECIPE)
+    work.fit("train.ema=true", "optim.loss=cross_entropy", "train.epochs=1")
+    done = work("evaluate", work.path(""), "--json").json
+    assert {row["split"]: row["loss"] for row in work.events("evaluated")} == {name: done[name]["loss"] for name in ("val", "test")}
+
+
 def test_predict_writes_masks_of_the_images_size_that_the_metric_is_of(run, tmp_path):
     """Palette PNGs with the masks' own values, one an image; their mIoU is evaluate's; a file that is no image has its row."""
     bad = tmp_path / "bad.png"

@@ -164,6 +164,15 @@ def test_labels_have_thresholds_of_their_own(tables, workshop_type, tmp_path):
     assert done.json["compared"]["same_class"] == done.json["compared"]["images"]
 
 
+def test_a_test_splits_loss_is_the_runs_own(tables, workshop_type, tmp_path):
+    """Of numbers the plain loss is the one that trained, in fit's last evaluation as in evaluate."""
+    work = workshop_type(tmp_path, tables, RECIPES["regress"])
+    held = shutil.copy(tables / "regress.csv", tables / "held.csv")
+    work.fit("optim.loss=mse", f"data.test={held}", "train.epochs=1")
+    (told,) = [row for row in work.events("evaluated") if row["split"] == "test"]
+    assert told["loss"] == work("evaluate", work.path(""), "--json").json["test"]["loss"]
+
+
 def test_the_runs_table_holds_the_labels_as_they_were_given(run):
     """Row by row those of the manifest; the mean of the losses is the evaluation's."""
     given = {str(run.data / row["path"]): row for row in rows_of(run.data / f"{task_of(run)}.csv")}

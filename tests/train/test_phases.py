@@ -11,10 +11,10 @@ from torch import nn
 
 from hiresvis.errors import Interrupted
 from hiresvis.run.events import Notice, StepDone
-from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze
+from hiresvis.train.freezing import TrainMode, classifier_parameters, freeze, freeze_norm
 from hiresvis.train.optim import build_schedule
 from hiresvis.train.phases import HeadFirst, auto_head_epochs
-from hiresvis.train.progress import RunLimits
+from hiresvis.train.progress import Progress, RunLimits
 from hiresvis.train.snapshot import load_snapshot
 
 HEAD = {"test_vit": {"head.weight", "head.bias"}, "test_resnet": {"fc.weight", "fc.bias"}}
@@ -126,6 +126,25 @@ def test_frozen_stages_stay_frozen_in_both_phases():
         assert model.layer4.training == (epoch == 3)
         assert not model.layer2.training
         assert model.fc.training
+
+
+def test_frozen_statistics_of_a_head_stay_in_both_phases():
+    """BatchNorm inside a classifier is not woken while the head alone is trained."""
+    model = timm.create_model("levit_128s", num_classes=3)
+    names = freeze_norm(model)
+    head = [name for name in names if name.startswith("head")]
+    phases = HeadFirst(model, 1, train_mode=TrainMode(model, frozen_norm=names), frozen_norm=names)
+    for epoch in (1, 2):
+        phases.train_mode(epoch)
+        assert head
+        assert not any(model.get_submodule(name).training for name in names)
+
+
+def test_the_next_phase_has_its_own_rate_and_rollbacks():
+    """What a rollback made of the head's rate is not for the rest of the run."""
+    progress = Progress(metric="accuracy", num_steps=3, lr_scale=0.3, num_rollbacks=1, epochs_since_best=2)
+    progress.next_phase()
+    assert (progress.lr_scale, progress.num_rollbacks, progress.epochs_since_best) == (1.0, 0, 0)
 
 
 def test_a_phase_begins_its_schedule_anew():
