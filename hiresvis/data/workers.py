@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from typing import Any
 
 import cv2
@@ -154,6 +156,16 @@ def _start_worker(worker: int) -> None:
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     cv2.setNumThreads(0)
+    threading.Thread(target=_end_with_main, daemon=True).start()
+
+
+def _end_with_main() -> None:
+    """Ends this process once the main one is gone, however it went. torch's own watch compares the parent's number with the one at its
+    start, and a main process that was killed before that would leave workers for good."""
+    main = parent_process()
+    assert main is not None
+    wait([main.sentinel])
+    os._exit(1)
 
 
 def shared_memory_free_bytes() -> int | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -54,6 +57,40 @@ def make(samples: tuple[Sample, ...], pipeline: Pipeline) -> Iterator[Callable[.
     yield build
     for loader in made:
         loader.close()
+
+
+KILLED_EARLY = """
+import multiprocessing, os, signal, sys, time
+from hiresvis.data.workers import _start_worker
+
+def work():
+    time.sleep(1.0)  # the main process is gone by now
+    _start_worker(0)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+    worker.start()
+    print(worker.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_ends_with_a_main_process_that_was_killed_before_it_began(tmp_path, method):
+    """A kill between starting a worker and its first instruction leaves no process behind that holds memory for good."""
+    script = tmp_path / "killed_early.py"
+    script.write_text(KILLED_EARLY)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True, env=environ) as started:
+        pid = int(started.stdout.readline())
+    assert started.returncode == -signal.SIGKILL
+    for _ in range(300):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"worker {pid} outlived its main process")
 
 
 def same(first: list[MicroBatch], second: list[MicroBatch]) -> bool:
