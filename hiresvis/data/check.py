@@ -9,13 +9,9 @@ rest by their headers, and the next check goes on from there.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hiresvis.data.cache import ImageCache, digest_of, file_state, surroundings
+from hiresvis.data.cache import ImageCache, digest_of, file_state
 from hiresvis.data.census import class_notes, count, image_warnings, shown_sizes
 from hiresvis.data.contract import examine, hold_to_range, read_through, reads_the_same
 from hiresvis.data.copies import Copies, Row, alike_notes, byte_warnings, look_alikes, regions_apart, same_bytes
@@ -35,12 +31,12 @@ from hiresvis.data.mask_census import MaskFinding, count_masks, look_at_masks, m
 from hiresvis.data.masks import Masks
 from hiresvis.data.regions import named
 from hiresvis.data.sources import Datasets, Sample
+from hiresvis.data.threads import in_threads, key_of, question
 from hiresvis.data.transforms import Preprocess, Scale
 from hiresvis.errors import DataError, Problem
-from hiresvis.profiles import CACHE_FOLDER, hash_sources
+from hiresvis.profiles import CACHE_FOLDER
 from hiresvis.units import format_duration
 
-_IN_LINE = 4  # files a thread has waiting
 _SOURCES = ("data/check.py", "data/likeness.py")  # what a finding says besides what decoding gives
 
 
@@ -131,11 +127,12 @@ def check_steps(
         files.setdefault(os.path.abspath(sample.file), []).append(sample)
     mask_files = sample_masks(sample for dataset in datasets.splits().values() for sample in dataset.samples)
     total = sum(map(len, files.values())) + len(set(mask_files))
-    looker = _Looker(max_pixels, preprocess, copies, _question(max_pixels, preprocess))
+    looker = _Looker(max_pixels, preprocess, copies)
+    asked = question([max_pixels, "" if preprocess is None else _reading_rule(preprocess)], _SOURCES)
     findings: dict[str, Finding] = {}
     store = FindingStore(cache_folder, IMAGES)
     try:
-        keys = {path: looker.key(path) for path in files}
+        keys = {path: key_of(path, asked) for path in files}
         findings.update(store.read({_name(sample): keys[path] for path, samples in files.items() for sample in samples}))
         yield len(findings), total
         left = [path for path, samples in files.items() if any(_name(sample) not in findings for sample in samples)]
@@ -147,7 +144,7 @@ def check_steps(
             decoded = not fast and (deadline is None or clock() < deadline)
             return looker.look(files[path], keys[path], decoded=decoded)
 
-        for path, found in _in_threads(look, left, threads or min(4, os.cpu_count() or 1)):
+        for path, found in in_threads(look, left, threads):
             for sample, finding in zip(files[path], found, strict=True):
                 findings[_name(sample)] = finding
                 if finding.key and finding.decoded:  # a header alone proves nothing good
@@ -176,23 +173,6 @@ def _name(sample: Sample) -> str:
     return named(os.path.abspath(sample.file), sample.region)
 
 
-def _in_threads(look: Callable[[str], list[Finding]], paths: Sequence[str], threads: int) -> Iterator[tuple[str, list[Finding]]]:
-    """What looking finds, in the order of the paths; few of them wait, so that a stop and a long list cost nothing."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="check")
-    waiting: deque[tuple[str, Future[list[Finding]]]] = deque()
-    try:
-        for path in paths:
-            waiting.append((path, pool.submit(look, path)))
-            if len(waiting) >= _IN_LINE * threads:
-                done, found = waiting.popleft()
-                yield done, found.result()
-        while waiting:
-            done, found = waiting.popleft()
-            yield done, found.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # a stop does not wait for files that are still in line
-
-
 @dataclass(frozen=True, slots=True)
 class _Looker:
     """Looks at one file."""
@@ -200,12 +180,6 @@ class _Looker:
     max_pixels: int
     preprocess: Preprocess | None
     copies: ImageCache | None
-    question: str
-
-    def key(self, path: str) -> str:
-        """Tells whether the file or the question changed; empty for a file that cannot be found."""
-        state = file_state(Path(path))
-        return "" if state is None else f"{' '.join(map(str, state))} {self.question}"
 
     def look(self, together: Sequence[Sample], key: str, *, decoded: bool) -> list[Finding]:
         """What samples of one file are found to be; a file that is read as a whole is read once, whatever the number of its regions."""
@@ -243,13 +217,6 @@ class _Looker:
         array = np.ascontiguousarray(whole()[sample.region.slices])
         hold_to_range(array, self.preprocess, sample.path)
         return array, look_at(array, scale)
-
-
-def _question(max_pixels: int, preprocess: Preprocess | None) -> str:
-    """Of everything besides the file that decides what is found of it."""
-    rule = "" if preprocess is None else _reading_rule(preprocess)
-    text = json.dumps([max_pixels, rule, surroundings(), hash_sources(_SOURCES)], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _reading_rule(preprocess: Preprocess) -> str:

@@ -6,30 +6,26 @@ and holds for the next start too (`findings.FindingStore`). Pixels are counted i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hiresvis.data.cache import file_state, surroundings
 from hiresvis.data.findings import Finding, FindingStore, Kind
 from hiresvis.data.folders import limited
 from hiresvis.data.header import is_of_the_file
 from hiresvis.data.masks import Masks, mask_size, read_values, size_problem
 from hiresvis.data.regions import Size
 from hiresvis.data.sources import Dataset, Sample
+from hiresvis.data.threads import in_threads, key_of, question
 from hiresvis.errors import DataError, Problem
-from hiresvis.profiles import hash_sources
 
 _SOURCES = ("data/masks.py", "data/mask_census.py")
-_IN_LINE = 4  # files a thread has waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,37 +79,21 @@ def look_at_masks(
         threads: that decode; None: one a core, 4 at most.
     """
     files = {os.path.abspath(path): path for path in paths}
-    question = hashlib.blake2b(json.dumps([max_pixels, surroundings(), hash_sources(_SOURCES)], sort_keys=True).encode(), digest_size=16)
-    states = {name: file_state(path) for name, path in files.items()}
-    keys = {name: "" if state is None else f"{' '.join(map(str, state))} {question.hexdigest()}" for name, state in states.items()}
+    asked = question([max_pixels], _SOURCES)
+    keys = {name: key_of(name, asked) for name in files}
     store = FindingStore(cache_folder, MASKS)
 
     def look(name: str) -> MaskFinding:
         return _look(files[name], keys[name], max_pixels, decoded=not fast and may_decode())
 
-    pool = ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), thread_name_prefix="masks")
-    waiting: deque[tuple[str, Future[MaskFinding]]] = deque()
-
-    def done() -> tuple[Path, MaskFinding]:
-        name, future = waiting.popleft()
-        finding = future.result()
-        if finding.key and (finding.error is not None or finding.counts is not None):
-            store.add(name, finding)
-        return files[name], finding
-
     try:
         known = store.read(keys)
         yield from ((files[name], finding) for name, finding in known.items())
-        for name in files:
-            if name in known:
-                continue
-            waiting.append((name, pool.submit(look, name)))
-            if len(waiting) >= _IN_LINE * 4:
-                yield done()
-        while waiting:
-            yield done()
+        for name, finding in in_threads(look, [name for name in files if name not in known], threads):
+            if finding.key and (finding.error is not None or finding.counts is not None):
+                store.add(name, finding)
+            yield files[name], finding
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         store.close()
 
 
