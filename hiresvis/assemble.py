@@ -31,7 +31,8 @@ from hiresvis.errors import DataError, Problem, RecipeError
 from hiresvis.listing import read_datasets as read_datasets  # part of this module, apart for callers that must not import torch
 from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
-from hiresvis.recipe.tasks import LOSSES, auto_loss
+from hiresvis.recipe.schema import loss_of
+from hiresvis.recipe.tasks import LOSSES
 from hiresvis.run.events import Notice
 from hiresvis.train.freezing import TrainMode, freeze, freeze_norm, train_adapters, train_head_only
 from hiresvis.train.losses import Loss, make_loss
@@ -169,18 +170,17 @@ def head_epochs(loaded: LoadedRecipe) -> tuple[int, str]:
     return auto_head_epochs(loaded.recipe.train.epochs) if lp_ft.head_epochs == "auto" else (int(lp_ft.head_epochs), "")
 
 
-def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int, epochs_of_head: int | None = None) -> None:
+def refuse_warmup(loaded: LoadedRecipe, num_train: int, batch: int, epochs_of_head: int) -> None:
     """A warm-up that is not shorter than the run, or one of its phases.
 
     Args:
-        epochs_of_head: as the run has settled them; None: by the recipe.
+        epochs_of_head: `head_epochs`, or as a run that is resumed has settled them.
 
     Raises:
         RecipeError: so it is.
     """
     try:
-        alone = head_epochs(loaded)[0] if epochs_of_head is None else epochs_of_head
-        for steps in filter(None, phase_steps(loaded, num_train, batch, alone)):
+        for steps in filter(None, phase_steps(loaded, num_train, batch, epochs_of_head)):
             warmup_steps(loaded.recipe.optim.warmup, steps)
     except ValueError as error:
         raise RecipeError([loaded.problem("optim.warmup", str(error))]) from error
@@ -362,12 +362,6 @@ def contract_loss(contract: Contract, name: str = "auto", *, label_smoothing: fl
     )
 
 
-def loss_name(loaded: LoadedRecipe, task: str) -> str:
-    """The recipe's loss; auto by the task and the balance of classes."""
-    loss = loaded.recipe.optim.loss
-    return auto_loss(task, loaded.recipe.data.balance)[0] if loss == "auto" else loss
-
-
 def make_step(
     loaded: LoadedRecipe,
     trainable: Trainable,
@@ -384,7 +378,7 @@ def make_step(
     """
     trainable.model.to(device)
     optim, channels_last = loaded.recipe.optim, loaded.recipe.memory.channels_last
-    loss = contract_loss(contract, loss_name(loaded, contract.task), label_smoothing=optim.label_smoothing, weights=weights)
+    loss = contract_loss(contract, loss_of(loaded.recipe), label_smoothing=optim.label_smoothing, weights=weights)
     return TrainStep(
         trainable.model,
         make_optimizer(loaded, trainable.model, trainable.layer_decay),

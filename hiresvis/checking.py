@@ -81,7 +81,7 @@ def check(
     found.by(lambda: assemble.refuse_budget(loaded, device))
     batch = loaded.recipe.train.batch
     if datasets is not None and isinstance(batch, int):
-        found.by(lambda: assemble.refuse_warmup(loaded, len(datasets.train), batch))
+        found.by(lambda: assemble.refuse_warmup(loaded, len(datasets.train), batch, assemble.head_epochs(loaded)[0]))
     channels, scale = pixels or (3 if isinstance(data.channels, str) else data.channels, Scale())
     augment = found.by(lambda: assemble.make_augmentation(loaded, channels))
     classes = outputs_without_data(loaded) if datasets is None else datasets.classes

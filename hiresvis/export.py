@@ -199,7 +199,7 @@ def _batches(trained: Trained, samples: list[Sample], dtype: str, say: Callable[
     """Pixels to compare on, the first batch of two or more: images of val spread over it, or random ones."""
     contract = trained.contract
     chosen = [samples[position * len(samples) // _COMPARED] for position in range(_COMPARED)] if len(samples) > _COMPARED else samples
-    loader = EvalLoader(chosen, contract.preprocess(), max_pixels=contract.max_pixels, batch=_BATCH, bad_images="skip")
+    loader = EvalLoader.by(contract, chosen, batch=_BATCH, bad_images="skip")
     # of images in windows the first will do: there can be hundreds of an image
     found = [_as_type(item.images, dtype) for item in islice(loader, _COMPARED // _BATCH) if item.indices]
     loader.close()

@@ -21,6 +21,7 @@ from hiresvis.data.sources import Datasets, Sample
 from hiresvis.errors import EnvironmentFailed, Interrupted
 from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
+from hiresvis.recipe.schema import loss_of
 from hiresvis.recipe.tasks import METRICS
 from hiresvis.results import split_result
 from hiresvis.run import RunDirectory
@@ -37,20 +38,6 @@ from hiresvis.train.trainer import Trainer
 def command(loaded: LoadedRecipe, name: str, *options: str) -> str:
     """A hiresvis command with the run's recipe and overrides, to paste into a shell."""
     return shlex.join(["hiresvis", name, str(loaded.path), *loaded.overrides, *options])
-
-
-def eval_loader(samples: Sequence[Sample], parts: Parts, *, batch: int, workers: int, cache: ImageCache | None, on_gpu: bool) -> EvalLoader:
-    """Samples as evaluation sees them."""
-    return EvalLoader(
-        samples,
-        parts.contract.preprocess(),
-        max_pixels=parts.contract.max_pixels,
-        batch=batch,
-        workers=workers,
-        pin=on_gpu,
-        cache=cache,
-        masks=parts.contract.masks(),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +131,7 @@ class Finish:
         if val is None:
             val = yield from self._evaluation(trainer, datasets.val.samples, relief)
         contract = yield from self._fitted_contract(val)
-        self.step.loss_fn = assemble.contract_loss(contract, assemble.loss_name(self.loaded, contract.task))
+        self.step.loss_fn = assemble.contract_loss(contract, loss_of(self.loaded.recipe))
         results = {"val": val.read_by(self.step.loss_fn)}
         if datasets.test is not None:
             results["test"] = yield from self._evaluation(trainer, datasets.test.samples, relief)
@@ -178,14 +165,8 @@ class Finish:
 
     def _evaluation(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""
-        loader = eval_loader(
-            samples,
-            self.parts,
-            batch=relief.plan.eval_batch,
-            workers=self.workers,
-            cache=self.cache,
-            on_gpu=self.step.device.type == "cuda",
-        )
+        batch, on_gpu = relief.plan.eval_batch, self.step.device.type == "cuda"
+        loader = EvalLoader.by(self.parts.contract, samples, batch=batch, workers=self.workers, pin=on_gpu, cache=self.cache)
         steps = evaluation_in_room(self.step, loader, relief, name_of=lambda index: samples[index].title)
         try:
             while True:

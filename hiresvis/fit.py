@@ -23,10 +23,10 @@ from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.augment import usable_library
 from hiresvis.data.balance import sampling, weighing
 from hiresvis.data.contract import Contract
-from hiresvis.data.loader import TrainLoader
+from hiresvis.data.loader import EvalLoader, TrainLoader
 from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
 from hiresvis.errors import EnvironmentFailed, RunFolderError, first_line
-from hiresvis.finish import Finish, command, eval_loader, passed_over_notices
+from hiresvis.finish import Finish, command, passed_over_notices
 from hiresvis.ladder import other_micro_batch, plan_chosen
 from hiresvis.memory.plan import CheckpointPlan
 from hiresvis.memory.search import Limits
@@ -309,7 +309,7 @@ class _Run:
             refuse_other_data(self.folder, data_before or {}, datasets)
         yield from passed_over_notices(datasets)
         if isinstance(loaded.recipe.train.batch, int):
-            assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch)
+            assemble.refuse_warmup(loaded, len(datasets.train), loaded.recipe.train.batch, self.head_epochs)
         if before is None:
             channels, scale = assemble.settle_pixels(loaded, self.resolution, datasets)
         else:
@@ -441,8 +441,8 @@ class _Run:
             cache=self.supply.cache,
             mixing=assemble.make_mixing(self.loaded, parts.contract),
         )
-        val_loader = eval_loader(
-            samples.val.samples, parts, batch=plan.eval_batch, workers=settled.workers, cache=self.supply.cache, on_gpu=on_gpu
+        val_loader = EvalLoader.by(
+            parts.contract, samples.val.samples, batch=plan.eval_batch, workers=settled.workers, pin=on_gpu, cache=self.supply.cache
         )
         head_first, check = None, lambda now: lone_image_check(parts)(now)
         if self.head_epochs:

@@ -147,16 +147,14 @@ def _make_loader(
     trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None, with_truth: bool = True
 ) -> EvalLoader:
     """With the run's own batch, and as many of its workers as have a batch to load while another is computed."""
-    contract, wanted = trained.contract, trained.loaded.recipe.data.workers
-    return EvalLoader(
+    wanted = trained.loaded.recipe.data.workers
+    return EvalLoader.by(
+        trained.contract,
         samples,
-        contract.preprocess(),
-        max_pixels=contract.max_pixels,
         batch=trained.eval_batch,
         workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
         bad_images=bad_images,
         cache=cache,
-        masks=contract.masks(),
         with_truth=with_truth,
     )
 

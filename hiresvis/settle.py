@@ -21,7 +21,7 @@ from hiresvis.memory.search import Limits, Planner
 from hiresvis.memory.timing import HOST_BYTES, host_of, rates_of
 from hiresvis.profiles import Entry, Facts, ProfileKey, Rules
 from hiresvis.recipe import LoadedRecipe, Resolution
-from hiresvis.recipe.tasks import LOSSES
+from hiresvis.recipe.schema import loss_of
 from hiresvis.units import MIB
 
 SMALL_MICRO_BATCH = 8  # below this, batch statistics are a risk to quality
@@ -64,7 +64,7 @@ def key_of(
     channels_last = recipe.memory.channels_last
     mask_loss, mask_bytes = "", 0
     if recipe.task == "segment":
-        mask_loss = LOSSES["segment"][0] if optim.loss == "auto" else optim.loss
+        mask_loss = loss_of(recipe)
         mask_bytes = math.prod(recipe.model.image_size)  # class numbers of a byte travel with the pixels
     return ProfileKey(
         model=recipe.model.name,
@@ -160,30 +160,37 @@ def settle_costs(
     Raises:
         RecipeError: a spacing names stages that the model lacks.
     """
-    profile, facts = cost("batch" if norm == "auto" else norm)
+    first = "batch" if norm == "auto" else norm
+    profile, facts = cost(first)
     check_stages(loaded, profile)
     limit = budget(profile, facts)
     on_host = limits.prices.host is not None and profile.ema > _AVERAGE_SHARE * limit.total_bytes
     if on_host:
         profile = replace(profile, ema=0)
-    if norm != "auto":
-        return Costs(profile, facts, norm, limit, on_host)
+    if norm == "auto":
+        norm, why = _auto_norm(loaded, profile, facts, limit, limits)
+        resolution.set("model.norm", norm, why)
+    if norm != first:
+        profile, facts = cost(norm)
+        profile = replace(profile, ema=0) if on_host else profile
+    return Costs(profile, facts, norm, limit, on_host)
+
+
+def _auto_norm(loaded: LoadedRecipe, profile: MemoryProfile, facts: Facts, limit: Budget, limits: Limits) -> tuple[str, str]:
+    """Batch statistics of the micro-batch or of the weights, and why; the costs are those of the former."""
     if loaded.recipe.model.pretrained is False:
-        resolution.set("model.norm", "batch", "random weights have no statistics to keep")
-        return Costs(profile, facts, "batch", limit, on_host)
+        return "batch", "random weights have no statistics to keep"
     if not facts.batch_norm:
-        resolution.set("model.norm", "batch", "no trained layer keeps batch statistics")
-        return Costs(profile, facts, "batch", limit, on_host)
+        return "batch", "no trained layer keeps batch statistics"
     setting = StepSetting(accumulates=False, eval_batch=1, baseline_bytes=limit.baseline_bytes, reserve_bytes=limit.reserve_bytes)
     answer = Planner(profile, limit.total_bytes, setting, limits).choose()
     micro = answer.micro_batch
     if not isinstance(answer, NoPlan) and micro >= SMALL_MICRO_BATCH:
-        resolution.set("model.norm", "batch", f"micro-batch {micro} is large enough for batch statistics")
-        return Costs(profile, facts, "batch", limit, on_host)
-    why = f"micro-batch {micro} is below {SMALL_MICRO_BATCH}: statistics of so few images are noise; those of the weights are kept"
-    resolution.set("model.norm", "frozen", why)
-    profile, facts = cost("frozen")
-    return Costs(replace(profile, ema=0) if on_host else profile, facts, "frozen", limit, on_host)
+        return "batch", f"micro-batch {micro} is large enough for batch statistics"
+    return (
+        "frozen",
+        f"micro-batch {micro} is below {SMALL_MICRO_BATCH}: statistics of so few images are noise; those of the weights are kept",
+    )
 
 
 def check_stages(loaded: LoadedRecipe, profile: MemoryProfile) -> None:

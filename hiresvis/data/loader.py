@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from hiresvis.data.balance import balanced_order
 from hiresvis.data.cache import ImageCache
+from hiresvis.data.contract import Contract
 from hiresvis.data.masks import Masks
 from hiresvis.data.micro_batch import ImageSource, Loaded, MicroBatch, Task, stack
 from hiresvis.data.mixing import Mixing
@@ -226,6 +228,11 @@ class EvalLoader:
         self._windows: tuple[int, ...] | None = None
         self._iteration = 0
         self._engine = Engine(self._source, workers=workers, pin=pin, start_method=start_method, persistent=False)
+
+    @classmethod
+    def by(cls, contract: Contract, samples: Sequence[Sample], **options: Any) -> EvalLoader:
+        """Samples read as a contract says; the options are those of the class besides."""
+        return cls(samples, contract.preprocess(), max_pixels=contract.max_pixels, masks=contract.masks(), **options)
 
     def __len__(self) -> int:
         return -(-sum(self._num_windows()) // self.batch)

@@ -26,7 +26,7 @@ from hiresvis.data.mixing import Mixing
 from hiresvis.data.regions import Place, Region, Size, whole
 from hiresvis.data.sources import Sample
 from hiresvis.data.survey import any_deep_images, most_pixels
-from hiresvis.data.transforms import Pipeline, sample_seed
+from hiresvis.data.transforms import Pipeline, as_floats, sample_seed
 from hiresvis.errors import DataError, Problem
 
 _NO_LABEL = -1
@@ -380,5 +380,5 @@ def _stack_targets(labels: Sequence[Target]) -> Tensor:
 def stack(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> Tensor:
     """One tensor, in a worker at once in the memory that the main process reads; 8-bit images join others as floats."""
     if len({array.dtype for array in arrays}) > 1:
-        arrays = [array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array for array in arrays]
+        arrays = [as_floats(array) for array in arrays]
     return default_collate([torch.from_numpy(array) for array in arrays]) if arrays else torch.empty((0, *shape), dtype=torch.uint8)

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from hiresvis.data.labels import Target
+from hiresvis.data.transforms import as_floats
 
 _STREAM = 1  # beside the augmentation's own draws of the same seed
 
@@ -39,7 +40,7 @@ class Mixing:
         """The mixed image (h, w, c), and the share of it that is `image`. Both come in the same size; neither is changed."""
         rng = np.random.default_rng([seed, _STREAM])
         if image.dtype != other.dtype:
-            image, other = _in_floats(image), _in_floats(other)
+            image, other = as_floats(image), as_floats(other)
         if self.cutmix and (not self.mixup or rng.random() < 0.5):
             return _with_box(image, other, rng.beta(self.cutmix, self.cutmix), rng)
         share = float(rng.beta(self.mixup, self.mixup))
@@ -69,7 +70,3 @@ def _with_box(image: np.ndarray, other: np.ndarray, share: float, rng: np.random
     mixed = image.copy()
     mixed[top:bottom, left:right] = other[top:bottom, left:right]
     return mixed, 1 - (bottom - top) * (right - left) / (height * width)
-
-
-def _in_floats(image: np.ndarray) -> np.ndarray:
-    return image.astype(np.float32) / np.float32(255) if image.dtype == np.uint8 else image

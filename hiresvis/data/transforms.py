@@ -234,6 +234,11 @@ class Pipeline:
     masks: Masks | None = None
 
 
+def as_floats(array: np.ndarray) -> np.ndarray:
+    """An image's values as float32 in 0 to 1, where bytes meet the floats of deep images."""
+    return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
+
+
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """The seed of one sample in one epoch: nothing else (worker, order, start method) has a part in it."""
     return int(np.random.SeedSequence([seed, epoch, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hiresvis.recipe import quantities, structures, values
-from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS, TASKS, words_of
+from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS, TASKS, auto_loss, words_of
 
 Auto = Literal["auto"]
 
@@ -282,6 +282,11 @@ class Recipe(Section):
     optim: Optim = _key(Optim(), "How the weights move.")
     train: Train = _key(Train(), "How long, how many at a time, and when to stop.")
     log: Log = _key(Log(), "Where a run is written and shown.")
+
+
+def loss_of(recipe: Recipe) -> str:
+    """The loss that a recipe trains with; auto by the task and the balance of classes."""
+    return auto_loss(recipe.task, recipe.data.balance)[0] if recipe.optim.loss == "auto" else recipe.optim.loss
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -83,19 +83,24 @@ def evaluation_steps(
     Returns:
         The evaluation.
     """
-    if step.loss_fn.task == "segment":
-        return (yield from _against_masks(step, loader, name_of, flips=flips))
+    evaluated = _against_masks if step.loss_fn.task == "segment" else _against_rows
+    with eval_mode(step.model), step.as_evaluated():
+        return (yield from evaluated(step, loader, name_of, flips=flips))
+
+
+def _against_rows(
+    step: TrainStep, loader: Any, name_of: Callable[[int], str], *, flips: bool
+) -> Generator[tuple[int, int], None, Evaluation]:
     outputs_of: list[Tensor] = []
     targets_of: list[Tensor] = []
     indices: list[int] = []
     join, predict = WindowJoin(), step.predict_with_flips if flips else step.predict
-    with eval_mode(step.model), step.as_evaluated():
-        for done, item in enumerate(fetch(loader), start=1):
-            complete, joined, labels = join.add(item, predict(item.images).cpu())
-            outputs_of.append(joined)
-            targets_of.append(labels)
-            indices.extend(int(index) for index in complete)
-            yield done, len(loader)
+    for done, item in enumerate(fetch(loader), start=1):
+        complete, joined, labels = join.add(item, predict(item.images).cpu())
+        outputs_of.append(joined)
+        targets_of.append(labels)
+        indices.extend(int(index) for index in complete)
+        yield done, len(loader)
     if not indices:
         raise ValueError("the split to evaluate is empty")
     outputs, targets = torch.cat(outputs_of), torch.cat(targets_of).cpu()
@@ -108,8 +113,7 @@ def evaluation_steps(
 def _against_masks(
     step: TrainStep, loader: Any, name_of: Callable[[int], str], *, flips: bool
 ) -> Generator[tuple[int, int], None, Evaluation]:
-    with eval_mode(step.model), step.as_evaluated():
-        indices, losses, pixels = yield from mask_steps(step, loader, flips=flips)
+    indices, losses, pixels = yield from mask_steps(step, loader, flips=flips)
     none, names = torch.empty(0), tuple(map(name_of, indices))
     return Evaluation("segment", float(losses.double().mean()), mask_metrics(*pixels.total()), names, none, none, losses, none, pixels)
 

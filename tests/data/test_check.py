@@ -22,6 +22,7 @@ from PIL import Image
 
 from hiresvis.data import check as check_module
 from hiresvis.data import decode, heif, photos
+from hiresvis.data import threads as threads_module
 from hiresvis.data.check import DataReport, check_steps, finished, partly_decoded
 from hiresvis.data.findings import CACHE_NAME
 from hiresvis.data.folders import IMAGE_EXTENSIONS
@@ -432,7 +433,7 @@ class TestCache:
         assert self.check(datasets, tmp_path / "cache") == 1
         for changed in ({"imagecodecs": "99"}, {"sources": "other"}):
             opened: list[Path] = []
-            monkeypatch.setattr(check_module, "surroundings", lambda changed=changed: changed)
+            monkeypatch.setattr(threads_module, "surroundings", lambda changed=changed: changed)
             monkeypatch.setattr(
                 check_module, "open_image", lambda path, opened=opened, **named: (opened.append(path), decode.open_image(path, **named))[1]
             )
