@@ -9,6 +9,7 @@ from hiresvis.costing import Parts
 from hiresvis.data.loader import batch_sizes, part_sizes
 from hiresvis.errors import DoesNotFit
 from hiresvis.memory.plan import CheckpointPlan
+from hiresvis.recipe import LoadedRecipe
 from hiresvis.run.events import Notice
 from hiresvis.settle import SMALL_MICRO_BATCH
 from hiresvis.train.freezing import needs_two_images
@@ -56,8 +57,13 @@ def _refuse_lone_images(parts: Parts, plan: CheckpointPlan) -> None:
     )
 
 
-def small_batch_notices(parts: Parts, plan: CheckpointPlan) -> Iterator[Notice]:
-    """Batch statistics of few images: the user decides, and is told."""
+def small_batch_notices(loaded: LoadedRecipe, parts: Parts, plan: CheckpointPlan) -> Iterator[Notice]:
+    """Batch statistics of few images: the user decides, and is told what would make them more."""
     if plan.micro_batch < SMALL_MICRO_BATCH and takes_batch_statistics(parts):
         text = f"BatchNorm takes its statistics from micro-batches of {plan.micro_batch}; below {SMALL_MICRO_BATCH} they are noise: "
-        yield Notice(level="warning", text=text + "raise memory.budget, or set model.norm frozen to keep those of the weights")
+        if loaded.recipe.memory.micro_batch != "auto":
+            text += "raise memory.micro_batch"
+        else:
+            text += "raise train.batch" if plan.micro_batch == plan.batch else "raise memory.budget"
+        kept = "" if loaded.recipe.model.pretrained is False else ", or set model.norm frozen to keep those of the weights"
+        yield Notice(level="warning", text=text + kept)

@@ -73,8 +73,11 @@ class Finish:
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
                 if fitted and isinstance(event, Evaluated) and event.is_best:
-                    self.folder.write_json("contract.json", self.parts.contract.to_json())
-                    fitted = False
+                    try:
+                        self.folder.write_json("contract.json", self.parts.contract.to_json())
+                        fitted = False
+                    except EnvironmentFailed as error:  # told, as all that a full disk does to a run; training goes on
+                        yield Notice(level="error", text=f"{error}; it still has what was fitted to earlier weights, until the run's end")
                 yield event
                 continue
             relief.remove()

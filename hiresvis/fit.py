@@ -158,7 +158,7 @@ class _Run:
         yield from self._autos()
         found = yield from self._find(parts, step, parts.limits)
         plan = found.plan
-        yield from small_batch_notices(parts, plan)
+        yield from small_batch_notices(self.loaded, parts, plan)
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan, found.measured.images_per_second)
         yield from self._autos()
@@ -191,6 +191,12 @@ class _Run:
             )
         if snapshot is None:
             yield Notice(level="info", text="the run was stopped before its first snapshot: it begins again, with its own plan")
+        epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
+        if (wanted := self.loaded.recipe.train.epochs) < epochs_done:
+            raise RunFolderError(
+                f"{self.folder.root}: {epochs_done} epochs are trained, and train.epochs is {wanted}; give at least {epochs_done}, or "
+                "begin another run: log.dir=NEW_FOLDER"
+            )
         before = Contract.read(self.folder.contract)
         own = read_resolved(self.folder.resolved)
         changed = changes(own, self.loaded)
@@ -205,7 +211,6 @@ class _Run:
         refuse_other_plan(plan, parts, self.folder)
         refuse_other_augmentation(stored.get("augmented_by"), parts.pipeline.augment, self.folder.root)
         step = yield from self._step(parts)
-        epochs_done = int(snapshot.state["progress"]["epoch"]) - 1 if snapshot else 0
         yield self._started(parts, batch=plan.batch, resumed_from_epoch=epochs_done)
         if (shortage := too_little_memory(stored, parts)) is None:
             yield plan_chosen(replace(plan, why="the run's own plan"), stored["measured"]["resident_peak_bytes"])

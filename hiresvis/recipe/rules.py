@@ -37,6 +37,10 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
         message = f"{dump_share(data.overlap)} beside data.fit: {data.fit}, which has no neighbours; delete it, or set data.fit: tile"
         yield BrokenRule("data.overlap", message, ("data.fit",))
     micro_batch, batch = recipe.memory.micro_batch, recipe.train.batch
+    for name in ("mixup", "cutmix"):
+        if batch == 1 and (strength := getattr(recipe.optim, name)):
+            message = f"{strength:g} mixes an image with another of its batch, and train.batch is 1; give a larger batch, or 0 here"
+            yield BrokenRule(f"optim.{name}", message, ("train.batch",))
     if isinstance(micro_batch, int) and isinstance(batch, int) and micro_batch > batch:
         message = f"{micro_batch} is above train.batch, {batch}; give at most {batch}, or a larger batch"
         yield BrokenRule("memory.micro_batch", message, ("train.batch",))

@@ -60,6 +60,8 @@ def fit_temperature(outputs: Tensor, targets: Tensor) -> tuple[float, str]:
     temperature = 1 / inverse
     if not log_likelihood(inverse) - log_likelihood(1.0) > _WORTH:
         return 1.0, f"kept: {temperature:.3g} fits {len(targets)} validation images hardly better"
+    if not _COLDEST * 1.001 < temperature < _HOTTEST / 1.001:
+        return temperature, f"as far as it may go, of {len(targets)} validation images: the network has learnt little, or they are few"
     return temperature, f"the likeliest of {len(targets)} validation images"
 
 

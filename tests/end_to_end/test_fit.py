@@ -397,7 +397,18 @@ def test_a_larger_map_is_trained_one_image_at_a_time(workshop):
     """There are values enough for statistics then; that they are noise is said, not refused."""
     done = workshop("fit", workshop.recipe, "memory.micro_batch=1", "--dry-run")
     assert done.code == 0, done.err
-    assert "BatchNorm takes its statistics from micro-batches of 1; below 8 they are noise" in done.err
+    assert "BatchNorm takes its statistics from micro-batches of 1; below 8 they are noise: raise memory.micro_batch\n" in done.err
+
+
+def test_a_resume_for_fewer_epochs_than_are_trained_is_refused(workshop):
+    """The run's record stays; as many as there are is no mistake."""
+    workshop.fit("train.epochs=2")
+    before = workshop.path("recipe.resolved.yaml").read_text()
+    done = workshop.fit("train.epochs=1", "--resume", ok=False)
+    assert done.code == 6, done.err
+    assert "2 epochs are trained, and train.epochs is 1; give at least 2, or begin another run" in done.err
+    assert workshop.path("recipe.resolved.yaml").read_text() == before
+    workshop.fit("train.epochs=2", "--resume")
 
 
 def test_a_given_evaluation_batch_that_does_not_fit_is_lowered_and_said(workshop, monkeypatch):

@@ -14,8 +14,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from hiresvis.errors import EnvironmentFailed
 from hiresvis.fit import fit
 from hiresvis.recipe import load_recipe
+from hiresvis.run import RunDirectory
 
 COUNTS = {
     "train": {"red": 24, "green": 6, "blue": 3},
@@ -196,6 +198,28 @@ def test_a_run_that_goes_on_keeps_what_was_fitted_as_long_as_the_weights_it_is_o
     assert seen["epoch_started"] == 7.0
     assert seen["run_finished"] != 7.0
     assert run("evaluate", folder, "--json").json["val"]["calibration"]["temperature"] == seen["run_finished"]
+
+
+def test_a_disk_that_is_full_when_weights_are_better_does_not_end_a_run(run, tmp_path, monkeypatch):
+    """What was fitted to earlier weights then stays in the contract, which is told, until the next better epoch or the run's end."""
+    folder, real, failures = with_contract(run, tmp_path / "run", temperature=7.0), RunDirectory.write_json, [1]
+
+    def write(self, name, values):
+        if name == "contract.json" and failures:
+            failures.pop()
+            raise EnvironmentFailed("contract.json: not written (No space left on device)")
+        real(self, name, values)
+
+    monkeypatch.setattr(RunDirectory, "write_json", write)
+    loaded = load_recipe(run.recipe, [f"log.dir={folder}", "data.balance=weights", "train.metric=auroc", "train.epochs=9"])
+    events = list(fit(loaded, resume=True))
+    assert not failures, "no epoch was better"
+    told = [event.text for event in events if event.kind == "notice" and event.level == "error"]
+    assert told == [
+        "contract.json: not written (No space left on device); it still has what was fitted to earlier weights, until the run's end"
+    ]
+    assert any(event.kind == "run_finished" for event in events)
+    assert json.loads((folder / "contract.json").read_text())["temperature"] != 7.0
 
 
 def test_a_balanced_order_goes_on_to_the_same_bits(workshop_type, table, tmp_path):

@@ -283,6 +283,8 @@ def test_places_are_kept_for_later_findings(load):
         ("task: regress\ndata: {train: d.csv, val: v, label: x}", "data.val", "v is no .csv, .tsv or .parquet"),
         ("task: regress\ndata: {train: d.csv, classes: [a, b]}", "data.classes", "has no classes; delete this key"),
         ("task: regress\ndata: {train: d.csv}\noptim: {label_smoothing: 0.1}", "optim.label_smoothing", "0.1 spreads a label"),
+        ("optim: {mixup: 0.2}\ntrain: {batch: 1}", "optim.mixup", "0.2 mixes an image with another of its batch, and train.batch is 1"),
+        ("optim: {cutmix: 1.0}\ntrain: {batch: 1}", "optim.cutmix", "give a larger batch, or 0 here"),
         ("task: regress\ndata: {train: d.csv}\noptim: {cutmix: 1.0}", "optim.cutmix", "1 shares out labels by area"),
         (
             "optim: {loss: mse}",

@@ -61,6 +61,16 @@ def test_a_temperature_without_evidence_is_kept_at_one():
     assert fit_temperature(*certain(50, 50))[0] == pytest.approx(20)
 
 
+def test_a_temperature_at_its_bound_says_so():
+    """Logits that hardly differ, and are right more often than not: colder still would be likelier."""
+    targets = torch.arange(40) % 2
+    outputs = torch.zeros(40, 2)
+    outputs[torch.arange(40), torch.where(torch.arange(40) < 36, targets, 1 - targets)] = 0.01
+    temperature, why = fit_temperature(outputs, targets)
+    assert temperature == pytest.approx(0.05)
+    assert why.startswith("as far as it may go, of 40 validation images")
+
+
 def test_outputs_of_any_size_have_a_temperature():
     """Far beyond what an exponential holds, and where the first step of Newton's would leave the bracket."""
     for size in (1e-3, 1.0, 150.0, 1e6):
