@@ -107,7 +107,7 @@ class Trainer:
         self.best_evaluation: Evaluation | None = None
         self._step, self._train_loader, self._val_loader = step, train_loader, val_loader
         self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
-        self._head_first = head_first
+        self._head_first, self._head_epochs = head_first, head_first.epochs if head_first else 0
         self._stop = StopRequest() if stop is None else stop
         self._relief = relief
         self._keeper = Keeper(step, run_dir)
@@ -156,7 +156,7 @@ class Trainer:
     def _epochs(self) -> Iterator[Event]:
         limits, reason = self._limits, "completed"
         while self.progress.epoch <= limits.epochs:
-            waits = self._head_first is not None and self.progress.epoch <= self._head_first.epochs
+            waits = self.progress.epoch <= self._head_epochs
             if limits.early_stop is not None and self.progress.epochs_since_best >= limits.early_stop and not waits:
                 reason = "early_stop"
                 break
@@ -370,7 +370,7 @@ class Trainer:
     def _lower_rate(self) -> Iterator[Notice]:
         """What the schedule makes of an epoch's result; nothing while the head alone is trained."""
         progress = self.progress
-        if self._head_first is not None and progress.epoch <= self._head_first.epochs:
+        if progress.epoch <= self._head_epochs:
             return
         if (scale := self._schedule.scale_after(progress.epochs_since_best)) != 1.0:
             progress.lr_scale *= scale
@@ -388,7 +388,7 @@ class Trainer:
             seconds=progress.seconds,
             images_per_second=progress.num_images / progress.seconds if progress.seconds else 0.0,
         )
-        if self._head_first is not None and progress.epoch == self._head_first.epochs:
+        if progress.epoch == self._head_epochs:
             progress.next_phase()
         progress.next_epoch()
         return done
