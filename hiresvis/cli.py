@@ -7,33 +7,22 @@ Exit codes: 0; 1 a fault of ours; 2 recipe or command line; 3 data; 4 does not f
 
 from __future__ import annotations
 
-import csv
-import errno
 import io
-import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
+from typing import Annotated
 
 import typer
 
 from hiresvis import __version__
-from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Interrupted
+from hiresvis.command import ending, flat, path_errors, print_json, print_report, say, whole_file, write_predictions
+from hiresvis.errors import DataError, EnvironmentFailed
 
-if TYPE_CHECKING:
-    from hiresvis.inference import Predictions
-
-# Of the system's errors, those that say something about the machine and not about this program.
-_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
 MOST_COLUMNS = 100  # longer lines of text are hard to read
 
 
@@ -115,7 +104,7 @@ def fit(
     ui: Annotated[Ui | None, typer.Option(help="The live view; the recipe's log.ui when not given.", show_default=False)] = None,
 ) -> None:
     """Check, plan, probe, train, report."""
-    with _ending():
+    with ending():
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
@@ -139,7 +128,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """What fits and what it costs: the ladder, the chosen plan, its peak, time and disk. Needs no GPU."""
-    with _ending():
+    with ending():
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
@@ -151,7 +140,7 @@ def plan(
             need_matplotlib()
         report = run_plan(loaded, gpu=gpu, budget=budget, price=price)
         if as_json:
-            _print_json(report.to_json())
+            print_json(report.to_json())
         else:
             from hiresvis.ui.text import glyphs_for
 
@@ -159,7 +148,7 @@ def plan(
             print(*report.lines(columns, glyphs_for(sys.stdout.encoding)), sep="\n")
         if plot is not None:
             report.plot(plot)
-            _say(f"plot: {plot}")
+            say(f"plot: {plot}")
 
 
 @app.command()
@@ -182,7 +171,7 @@ def check(
     """
     if sheet is not None and sheet.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{sheet} is no .html file", param_hint="--sheet")
-    with _ending():
+    with ending():
         from hiresvis.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
@@ -192,7 +181,7 @@ def check(
         with counting("checked", sys.stderr) as progress:
             report = run_check(loaded, fast=fast, sheet=sheet is not None, progress=progress)
         if as_json:
-            _print_json(report.to_json())
+            print_json(report.to_json())
         else:
             from hiresvis.ui.text import glyphs_for
 
@@ -200,11 +189,11 @@ def check(
             print(*report.lines(columns, glyphs_for(sys.stdout.encoding)), sep="\n")
         if sheet is not None:
             if report.sheet is None:
-                _say("no sheet: the images cannot be read, see the errors")
+                say("no sheet: the images cannot be read, see the errors")
             else:
-                with _whole_file(sheet, "backslashreplace", "--sheet") as stream:
+                with whole_file(sheet, "backslashreplace", "--sheet") as stream:
                     stream.write(report.sheet)
-                _say(f"sheet: {sheet}")
+                say(f"sheet: {sheet}")
     if report.failed(strict=strict):
         raise typer.Exit(report.exit_code)
 
@@ -225,14 +214,14 @@ def evaluate(
     """
     if root is not None and data is None:
         raise typer.BadParameter("bounds the paths of the table that --data names; give that too", param_hint="--root")
-    with _ending():
+    with ending():
         from hiresvis.inference import evaluate as run_evaluate
 
         found = run_evaluate(run, data=data, root=root, flips=flips)
         if as_json:
-            _print_json(found)
+            print_json(found)
         else:
-            print(*_flat(found), sep="\n")
+            print(*flat(found), sep="\n")
 
 
 @app.command()
@@ -247,20 +236,20 @@ def predict(
     ] = None,
 ) -> None:
     """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
-    with _ending():
+    with ending():
         from hiresvis.inference import predict as run_predict
 
         found = run_predict(run, paths, flips=flips, masks=masks, beside=out)
         for note in found.notes:
-            _say(note)
+            say(note)
         if out is None:
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors=_path_errors(as_json))
-            num_bad = _write_predictions(found, sys.stdout, as_json)
+                sys.stdout.reconfigure(errors=path_errors(as_json))
+            num_bad = write_predictions(found.columns, found.rows, sys.stdout, as_json)
         else:
-            with _whole_file(out, _path_errors(as_json)) as stream:
-                num_bad = _write_predictions(found, stream, as_json)
-            _say(f"{found.num_images} images: {out}")
+            with whole_file(out, path_errors(as_json)) as stream:
+                num_bad = write_predictions(found.columns, found.rows, stream, as_json)
+            say(f"{found.num_images} images: {out}")
         if num_bad:
             raise DataError(f"{num_bad} of {found.num_images} images cannot be read; their rows give the reason as error")
 
@@ -275,17 +264,17 @@ def export(
     as_json: Json = False,
 ) -> None:
     """The best weights for use elsewhere, with contract.json beside them, compared with the run's model."""
-    with _ending():
+    with ending():
         from hiresvis.export import export as run_export
 
-        found = run_export(run, to=to.value, out=out, pixels=pixels.value, force=force, say=_say)
-        _print_report(found, as_json)
+        found = run_export(run, to=to.value, out=out, pixels=pixels.value, force=force, say=say)
+        print_report(found, as_json)
 
 
 @app.command()
 def report(run: RunPath) -> None:
     """Write report.html from the files of a run, and print its path."""
-    with _ending():
+    with ending():
         from hiresvis.run import RunDirectory
         from hiresvis.ui.report import write_report
 
@@ -295,10 +284,10 @@ def report(run: RunPath) -> None:
 @app.command()
 def schema() -> None:
     """The recipe's JSON schema, for editors: hiresvis schema > hiresvis.schema.json"""
-    with _ending():
+    with ending():
         from hiresvis.recipe import recipe_json_schema
 
-        _print_json(recipe_json_schema())
+        print_json(recipe_json_schema())
 
 
 @app.command()
@@ -308,10 +297,10 @@ def models(
     as_json: Json = False,
 ) -> None:
     """timm's models: size, stride, parameters, and what the planner can do for each."""
-    with _ending():
+    with ending():
         from hiresvis.catalog import models as list_models
 
-        _print_report(list_models(pattern, everything=everything, progress=_say), as_json)
+        print_report(list_models(pattern, everything=everything, progress=say), as_json)
 
 
 @app.command()
@@ -323,177 +312,10 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """What this machine has and lacks, and three steps with and without a plan, bit for bit. Example: hiresvis doctor --verify resnet50"""
-    with _ending():
+    with ending():
         from hiresvis.doctor import doctor as run_doctor
 
-        found = run_doctor(verify=verify, image_size=px, progress=_say)
-        _print_report(found, as_json)
+        found = run_doctor(verify=verify, image_size=px, progress=say)
+        print_report(found, as_json)
     if found.failed:
         raise typer.Exit(EnvironmentFailed.exit_code)
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    """Turns whatever ends a command into its message and its exit code."""
-    try:
-        yield
-        sys.stdout.flush()
-    except HiresvisError as error:
-        _say(str(error))
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt as error:
-        # Where it fell into the end of a run that was stopped before, what was saved is the better message.
-        before = error.__context__
-        _say(str(before) if isinstance(before, Interrupted) else "Interrupted.")
-        raise typer.Exit(before.exit_code if isinstance(before, Interrupted) else 130) from None
-    except BrokenPipeError:
-        # The reader, `head` for one, has what it wanted. What is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except typer.Exit:
-        raise
-    except OSError as error:
-        if error.errno not in _ENVIRONMENT:
-            raise typer.Exit(_fault(error)) from None
-        _say(f"{error}; free some space or check permissions, then run it again")
-        raise typer.Exit(EnvironmentFailed.exit_code) from None
-    except Exception as error:
-        raise typer.Exit(_fault(error)) from None
-
-
-def _fault(error: Exception) -> int:
-    """Tells an error that nobody foresaw in one line, and returns its exit code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(Path(__file__).parent)]
-    where = f" ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
-    _say(f"A fault in hiresvis: {type(error).__name__}: {error}{where}. {_save_traceback()}")
-    return HiresvisError.exit_code
-
-
-def _save_traceback() -> str:
-    """Writes the traceback of the current exception to a file, and says which."""
-    text = f"hiresvis {__version__}, Python {sys.version.split()[0]}, {' '.join(sys.argv)}\n\n{traceback.format_exc()}"
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="hiresvis-fault-", suffix=".txt", delete=False) as stream:
-            stream.write(text)
-    except OSError:
-        return text
-    return f"The traceback is in {stream.name}; please report it."
-
-
-def _say(text: str) -> None:
-    """A message for people, on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_json(value: Any) -> None:
-    from hiresvis.run.files import json_text
-
-    print(json_text(value, indent=2))
-
-
-def _print_report(found: Any, as_json: bool) -> None:
-    if not as_json:
-        print(*found.lines(), sep="\n")
-        return
-    value = found.to_json()
-    _print_json(json.loads(value) if isinstance(value, str) else value)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line a value, `val.accuracy 0.875 (0.725-0.950)`; the interval where there is one beside it."""
-    from hiresvis.ui.text import interval_text
-
-    ends = values.get("intervals", {})
-    for name, value in values.items():
-        if name != "intervals" and isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif name != "intervals":
-            yield f"{prefix}{name} {value}{interval_text(ends.get(name))}"
-
-
-def _path_errors(as_json: bool) -> str:
-    """How bytes of a path that are no UTF-8 are written: as they are, or as JSON escapes them."""
-    return "backslashreplace" if as_json else "surrogateescape"
-
-
-def _write_predictions(found: Predictions, stream: _Rows, as_json: bool) -> int:
-    """One row an image, each flushed: CSV by the columns of the task, or JSON lines.
-
-    Returns:
-        how many could not be read.
-    """
-    from hiresvis.predictions import table_row
-    from hiresvis.run.files import json_text
-
-    table = csv.DictWriter(stream, found.columns, lineterminator="\n")
-    num_bad = 0
-    for number, row in enumerate(found.rows):
-        num_bad += row["error"] is not None
-        if not (number or as_json):  # with the first row, so that a run that fails before it leaves nothing
-            table.writeheader()
-        if as_json:
-            stream.write(json_text(row) + "\n")
-        else:
-            table.writerow(table_row(row))
-        stream.flush()
-    return num_bad
-
-
-class _Rows(Protocol):
-    """Where a table goes."""
-
-    def write(self, text: str, /) -> object: ...
-
-    def flush(self) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """A stream to a file; its own errors name the file, so that those of the work in between can pass as they are."""
-
-    stream: TextIO
-    path: Path
-    option: str
-
-    def write(self, text: str, /) -> None:
-        with _blamed_on(self.path, self.option):
-            self.stream.write(text)
-
-    def flush(self) -> None:
-        with _blamed_on(self.path, self.option):
-            self.stream.flush()
-
-
-@contextmanager
-def _blamed_on(path: Path, option: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to {option}") from error
-
-
-@contextmanager
-def _whole_file(path: Path, errors: str = "strict", option: str = "--out") -> Iterator[_Output]:
-    """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
-
-    Raises:
-        EnvironmentFailed: it cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    with _blamed_on(path, option):
-        stream = partial.open("w", encoding="utf-8", errors=errors, newline="")
-    try:
-        yield _Output(stream, path, option)
-        with _blamed_on(path, option):
-            stream.close()
-            os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            stream.close()
-        with suppress(OSError):
-            if partial.stat().st_size == 0:
-                partial.unlink()
-            else:
-                _say(f"{partial} keeps the rows that were done")
-        raise

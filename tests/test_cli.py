@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from hiresvis import cli, errors
-from hiresvis.inference import Predictions
+from hiresvis import command, errors
 from hiresvis.predictions import table_columns
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Notice
@@ -30,7 +29,7 @@ def hiresvis(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedPr
 
 def ending(error: BaseException, capsys) -> tuple[int, str]:
     """(exit code, what was said) of a command that raises."""
-    with pytest.raises(typer.Exit) as caught, cli._ending():
+    with pytest.raises(typer.Exit) as caught, command.ending():
         raise error
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -190,8 +189,7 @@ def test_an_unforeseen_error_is_one_line_and_a_file(capsys, tmp_path, monkeypatc
     assert "ZeroDivisionError: division by zero" in saved.read_text()
 
 
-def predictions(*rows: dict[str, object]) -> Predictions:
-    return Predictions(table_columns("classify", ("good", "bad")), len(rows), (), iter(rows))
+COLUMNS = table_columns("classify", ("good", "bad"))
 
 
 SOUND = {"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}, "error": None}
@@ -201,7 +199,7 @@ UNREAD = {"path": "c.jpg", "label": None, "score": None, "scores": None, "error"
 def test_predictions_are_a_table_with_a_column_for_each_class():
     """Path, best label, its score, every class's score, and why a file could not be read; those are counted."""
     stream = io.StringIO()
-    assert cli._write_predictions(predictions(UNREAD, SOUND), stream, as_json=False) == 1
+    assert command.write_predictions(COLUMNS, [UNREAD, SOUND], stream, as_json=False) == 1
     assert stream.getvalue() == (
         'path,label,score,score_good,score_bad,error\nc.jpg,,,,,is empty (0 bytes)\n"a, b.jpg",bad,0.75,0.25,0.75,\n'
     )
@@ -210,7 +208,7 @@ def test_predictions_are_a_table_with_a_column_for_each_class():
 def test_predictions_as_json_are_an_object_a_line():
     """The same values under the same names, null where there are none."""
     stream = io.StringIO()
-    assert cli._write_predictions(predictions(SOUND, UNREAD), stream, as_json=True) == 1
+    assert command.write_predictions(COLUMNS, [SOUND, UNREAD], stream, as_json=True) == 1
     assert [json.loads(line) for line in stream.getvalue().splitlines()] == [SOUND, UNREAD]
 
 
@@ -218,8 +216,8 @@ def test_predictions_as_json_are_an_object_a_line():
 def test_a_path_that_is_no_text_is_written_all_the_same(tmp_path, as_json):
     """Bytes of a name that are no UTF-8 come back from the table as they were, and from JSON by its escapes."""
     name = os.fsdecode(b"caf\xe9.jpg")
-    with cli._whole_file(tmp_path / "out", cli._path_errors(as_json)) as stream:
-        cli._write_predictions(predictions({**SOUND, "path": name}), stream, as_json)
+    with command.whole_file(tmp_path / "out", command.path_errors(as_json)) as stream:
+        command.write_predictions(COLUMNS, [{**SOUND, "path": name}], stream, as_json)
     written = (tmp_path / "out").read_bytes()
     if as_json:
         assert json.loads(written)["path"] == name
@@ -233,17 +231,17 @@ def test_a_table_takes_its_name_when_it_is_whole(tmp_path):
     out.write_text("old")
 
     def stop_half_way() -> None:
-        with cli._whole_file(out) as stream:
+        with command.whole_file(out) as stream:
             stream.write("half")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         stop_half_way()
     assert (out.read_text(), (tmp_path / "out.csv.partial").read_text()) == ("old", "half")
-    with cli._whole_file(out) as stream:
+    with command.whole_file(out) as stream:
         stream.write("whole")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.csv", "whole")]
-    with pytest.raises(errors.EnvironmentFailed, match="give another file to --out"), cli._whole_file(tmp_path / "no" / "x.csv"):
+    with pytest.raises(errors.EnvironmentFailed, match="give another file to --out"), command.whole_file(tmp_path / "no" / "x.csv"):
         pass
 
 
@@ -252,7 +250,7 @@ def test_only_the_files_own_errors_are_blamed_on_out(tmp_path):
     out = tmp_path / "out.csv"
 
     def fails_within(error: OSError) -> None:
-        with cli._whole_file(out):
+        with command.whole_file(out):
             raise error
 
     with pytest.raises(OSError, match="too many open files") as caught:
@@ -266,10 +264,10 @@ def test_a_full_disk_is_blamed_on_out(tmp_path):
     """Where writing itself fails, the message names the file that was asked for."""
     (tmp_path / "out.csv.partial").symlink_to("/dev/full")
     said = r"out\.csv: not written \(No space left on device\); give another file to --out"
-    with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
-        cli._write_predictions(predictions(SOUND), stream, as_json=False)
+    with pytest.raises(errors.EnvironmentFailed, match=said), command.whole_file(tmp_path / "out.csv") as stream:
+        command.write_predictions(COLUMNS, [SOUND], stream, as_json=False)
     (tmp_path / "out.csv.partial").symlink_to("/dev/full")
-    with pytest.raises(errors.EnvironmentFailed, match=said), cli._whole_file(tmp_path / "out.csv") as stream:
+    with pytest.raises(errors.EnvironmentFailed, match=said), command.whole_file(tmp_path / "out.csv") as stream:
         stream.write("what is written when the file is closed")
     assert not (tmp_path / "out.csv").exists()
 

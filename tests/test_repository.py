@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
     **dict.fromkeys(("costing", "api", "trained", "own_data"), 6),
-    **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish"), 7),
+    **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command"), 7),
     **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
 }
 COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "export")
@@ -33,7 +33,7 @@ ONLY_IN = {
     "timm": {"backbone", "train"},
     "albumentations": {"data"},
     "yaml": {"recipe"},
-    "typer": {"cli"},
+    "typer": {"cli", "command"},
     "pydantic": {"recipe"},
     "matplotlib": {"plan_plot"},
     "wandb": {"trackers"},
@@ -43,7 +43,20 @@ ONLY_IN = {
 }
 TORCH = {"torch", "torchvision", "torchmetrics", "timm", "albumentations"}
 # Parts above floor 1 that load without torch: what they need of it they import when they need it.
-LIGHT = {"ui", "cli", "ladder", "profiles", "listing", "settle", "plan_plot", "plan_stages", "plan_report", "planning", "catalog"}
+LIGHT = {
+    "ui",
+    "cli",
+    "command",
+    "ladder",
+    "profiles",
+    "listing",
+    "settle",
+    "plan_plot",
+    "plan_stages",
+    "plan_report",
+    "planning",
+    "catalog",
+}
 
 
 def part_of(path: Path) -> str:

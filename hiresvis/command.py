@@ -1,0 +1,191 @@
+"""What surrounds every command: how it ends, what it says, and the files and rows that it writes."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import typer
+
+from hiresvis import __version__
+from hiresvis.errors import EnvironmentFailed, HiresvisError, Interrupted
+
+# Of the system's errors, those that say something about the machine and not about this program.
+_ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Turns whatever ends a command into its message and its exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except HiresvisError as error:
+        say(str(error))
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt as error:
+        # Where it fell into the end of a run that was stopped before, what was saved is the better message.
+        before = error.__context__
+        say(str(before) if isinstance(before, Interrupted) else "Interrupted.")
+        raise typer.Exit(before.exit_code if isinstance(before, Interrupted) else 130) from None
+    except BrokenPipeError:
+        # The reader, `head` for one, has what it wanted. What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except typer.Exit:
+        raise
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT:
+            raise typer.Exit(_fault(error)) from None
+        say(f"{error}; free some space or check permissions, then run it again")
+        raise typer.Exit(EnvironmentFailed.exit_code) from None
+    except Exception as error:
+        raise typer.Exit(_fault(error)) from None
+
+
+def _fault(error: Exception) -> int:
+    """Tells an error that nobody foresaw in one line, and returns its exit code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    where = f" ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    say(f"A fault in hiresvis: {type(error).__name__}: {error}{where}. {_save_traceback()}")
+    return HiresvisError.exit_code
+
+
+def _save_traceback() -> str:
+    """Writes the traceback of the current exception to a file, and says which."""
+    text = f"hiresvis {__version__}, Python {sys.version.split()[0]}, {' '.join(sys.argv)}\n\n{traceback.format_exc()}"
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="hiresvis-fault-", suffix=".txt", delete=False) as stream:
+            stream.write(text)
+    except OSError:
+        return text
+    return f"The traceback is in {stream.name}; please report it."
+
+
+def say(text: str) -> None:
+    """A message for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    from hiresvis.run.files import json_text
+
+    print(json_text(value, indent=2))
+
+
+def print_report(found: Any, as_json: bool) -> None:
+    if not as_json:
+        print(*found.lines(), sep="\n")
+        return
+    value = found.to_json()
+    print_json(json.loads(value) if isinstance(value, str) else value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line a value, `val.accuracy 0.875 (0.725-0.950)`; the interval where there is one beside it."""
+    from hiresvis.ui.text import interval_text
+
+    ends = values.get("intervals", {})
+    for name, value in values.items():
+        if name != "intervals" and isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        elif name != "intervals":
+            yield f"{prefix}{name} {value}{interval_text(ends.get(name))}"
+
+
+def path_errors(as_json: bool) -> str:
+    """How bytes of a path that are no UTF-8 are written: as they are, or as JSON escapes them."""
+    return "backslashreplace" if as_json else "surrogateescape"
+
+
+def write_predictions(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], stream: _Rows, as_json: bool) -> int:
+    """One row an image, each flushed: CSV by the columns of the task, or JSON lines.
+
+    Returns:
+        how many could not be read.
+    """
+    from hiresvis.predictions import table_row
+    from hiresvis.run.files import json_text
+
+    table = csv.DictWriter(stream, columns, lineterminator="\n")
+    num_bad = 0
+    for number, row in enumerate(rows):
+        num_bad += row["error"] is not None
+        if not (number or as_json):  # with the first row, so that a run that fails before it leaves nothing
+            table.writeheader()
+        if as_json:
+            stream.write(json_text(row) + "\n")
+        else:
+            table.writerow(table_row(row))
+        stream.flush()
+    return num_bad
+
+
+class _Rows(Protocol):
+    """Where a table goes."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A stream to a file; its own errors name the file, so that those of the work in between can pass as they are."""
+
+    stream: TextIO
+    path: Path
+    option: str
+
+    def write(self, text: str, /) -> None:
+        with _blamed_on(self.path, self.option):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with _blamed_on(self.path, self.option):
+            self.stream.flush()
+
+
+@contextmanager
+def _blamed_on(path: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFailed(f"{path}: not written ({error.strerror or error}); give another file to {option}") from error
+
+
+@contextmanager
+def whole_file(path: Path, errors: str = "strict", option: str = "--out") -> Iterator[_Output]:
+    """A file that takes its name when it is complete; what a stopped command wrote stays beside it as .partial, if it wrote anything.
+
+    Raises:
+        EnvironmentFailed: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with _blamed_on(path, option):
+        stream = partial.open("w", encoding="utf-8", errors=errors, newline="")
+    try:
+        yield _Output(stream, path, option)
+        with _blamed_on(path, option):
+            stream.close()
+            os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            stream.close()
+        with suppress(OSError):
+            if partial.stat().st_size == 0:
+                partial.unlink()
+            else:
+                say(f"{partial} keeps the rows that were done")
+        raise
