@@ -234,6 +234,7 @@ def build_model(loaded: LoadedRecipe, *, num_classes: int, channels: int, with_w
             drop_path=None if isinstance(model.drop_path, str) else model.drop_path,
             seed=loaded.recipe.train.seed,
             initialise=initialise,
+            other_sizes=[size for _, size in (loaded.recipe.train.resize or ())[:-1]],
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from hiresvis.precheck import check_before_training
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
 from hiresvis.recipe.tasks import auto_loss
+from hiresvis.resizing import phases_json, phases_of
 from hiresvis.resume import (
     measured_json,
     plan_json,
@@ -58,6 +59,7 @@ from hiresvis.train.optim import Schedule, auto_lr, build_schedule, is_transform
 from hiresvis.train.phases import HeadFirst
 from hiresvis.train.progress import RunLimits
 from hiresvis.train.relief import Relief
+from hiresvis.train.sizes import SizePhase, Sizes
 from hiresvis.train.snapshot import Snapshot, load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
@@ -162,6 +164,7 @@ class _Run:
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan, found.measured.images_per_second)
         yield from self._autos()
+        phases = phases_of(self.loaded, parts, plan, None)
         if dry_run:
             yield Notice(level="info", text="dry run: nothing is trained")
             return
@@ -171,11 +174,12 @@ class _Run:
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
+        stored["sizes"] = phases_json(phases)
         self.folder.write_json("plan.json", stored)
         keep_data(self.folder, parts.datasets)
         for event in self.early:
             self.folder.record(event)
-        yield from self._train(parts, step, plan, settled, stored)
+        yield from self._train(parts, step, plan, settled, stored, phases)
 
     def resumed(self) -> Iterator[Event]:
         """The run in the folder goes on with its own plan."""
@@ -221,7 +225,7 @@ class _Run:
                 yield Notice(level="warning", text=other_micro_batch(plan.micro_batch, found.plan))
             plan = found.plan
             stored = {**stored, **plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder)}
-            self.folder.write_json("plan.json", stored)
+            stored["sizes"] = [{**row, "plan": None} for row in stored.get("sizes", ())]  # planned again likewise
             changed = [replace(change, effect="taken") if change.key == "memory.budget" else change for change in changed]
         self._settle_plan(plan)
         settled = self._settle_training(parts, plan, stored["measured"].get("images_per_second"))
@@ -229,7 +233,11 @@ class _Run:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
-        yield from self._train(parts, step, plan, settled, stored, snapshot)
+        phases = phases_of(self.loaded, parts, plan, stored.get("sizes"))
+        stored["sizes"] = phases_json(phases)
+        if shortage is not None:
+            self.folder.write_json("plan.json", stored)
+        yield from self._train(parts, step, plan, settled, stored, phases, snapshot)
 
     def _keep_average(self, averaged: bool) -> None:
         """The weights are averaged as the run has begun."""
@@ -419,13 +427,15 @@ class _Run:
         step: TrainStep,
         plan: CheckpointPlan,
         settled: _Settled,
-        stored: Mapping[str, Any],
+        stored: dict[str, Any],
+        phases: Sequence[SizePhase],
         snapshot: Snapshot | None = None,
     ) -> Iterator[Event]:
         """Training itself, with the plan applied; then the best weights' evaluation and the report.
 
         Args:
             stored: what plan.json holds.
+            phases: of image sizes; empty: there is one.
         """
         recipe, folder = self.loaded.recipe, self.folder
         assert folder is not None
@@ -475,6 +485,7 @@ class _Run:
             schedule=settled.schedule,
             train_mode=parts.trainable.train_mode,
             head_first=head_first,
+            sizes=Sizes(phases, relief, train_loader) if phases else None,
             limits=RunLimits(
                 epochs=recipe.train.epochs,
                 early_stop=recipe.train.early_stop.patience if recipe.train.early_stop else None,
@@ -523,15 +534,22 @@ class _Run:
             train_loader.close()
             val_loader.close()
 
-    def _write_plan(self, parts: Parts, plan: CheckpointPlan, stored: Mapping[str, Any]) -> None:
+    def _write_plan(self, parts: Parts, plan: CheckpointPlan, stored: dict[str, Any]) -> None:
         """A plan that came into being in training: plan.json, and what the recipe's autos are now.
 
         Raises:
             EnvironmentFailed: not written.
         """
         assert self.folder is not None
-        measured = {**stored["measured"], "of_an_earlier_plan": True}
-        self.folder.write_json("plan.json", {**stored, **plan_json(parts, plan), "measured": measured})
+        if plan.image_size != parts.contract.image_size:  # of smaller images, see `resizing`
+            for row in stored["sizes"]:
+                if tuple(row["image_size"]) == plan.image_size:
+                    row["plan"] = plan.to_json()
+            self.folder.write_json("plan.json", stored)
+            return
+        stored |= plan_json(parts, plan)
+        stored["measured"] = {**stored["measured"], "of_an_earlier_plan": True}
+        self.folder.write_json("plan.json", stored)
         self._settle_plan(plan)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
 

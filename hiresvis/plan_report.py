@@ -43,6 +43,7 @@ class RunEstimate:
         basis: what the estimate rests on, or why there is none.
         disk_bytes: of the run folder at most (a snapshot is written beside the one before; best and last weights).
         price: of `seconds`; None: not asked for, or not known.
+        resized: the first epochs see smaller images (`train.resize`), and `seconds` are an upper bound.
     """
 
     images_per_second: float | None
@@ -53,6 +54,7 @@ class RunEstimate:
     disk_bytes: int
     price_per_hour: float | None
     price: float | None
+    resized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class PlanReport:
         - `stage_rows`: `stage`, `num_units`, `stored_bytes`, `kept_bytes`, `treatment`.
         - `units`: `name`, `stage`, `kind`, `decision`, `segment`, `saved_bytes`, `kept_bytes`, `flops`.
         - `run`: `images_per_second`, `seconds`, `num_train`, `epochs`, `basis`, `disk_bytes`, `price_per_hour`, `price`;
-          null: not estimated.
+          null: not estimated; `resized`: `seconds` are an upper bound.
         - `checkpoint_plan`: the whole plan, as `CheckpointPlan.from_json` reads it.
         """
         plan = self.plan.to_json()
@@ -198,6 +200,7 @@ class PlanReport:
         if run.seconds is not None:
             took = (
                 f"{format_duration(run.seconds)} for {run.epochs} epochs of {run.num_train} images, evaluation and reading of images aside"
+                f"{'; less, for the first epochs see smaller images' if run.resized else ''}"
             )
             lines += _item("time", took, width)
         elif run.images_per_second is not None:
@@ -224,6 +227,7 @@ def make_report(
     epochs: int,
     price_per_hour: float | None = None,
     snapshot_bytes: int,
+    resized: bool = False,
 ) -> PlanReport:
     """The report of a plan.
 
@@ -236,6 +240,7 @@ def make_report(
         num_train: training images; None: not known.
         price_per_hour: of the device, in whatever currency.
         snapshot_bytes: of one snapshot on disk.
+        resized: the first epochs see smaller images.
     """
     profile = planner.profile
     scored = planner.score(candidate.segments, candidate.micro_batch)
@@ -257,6 +262,7 @@ def make_report(
         disk_bytes=2 * snapshot_bytes + 2 * (profile.weights + profile.buffers) + LOG_BYTES,
         price_per_hour=price_per_hour,
         price=None if seconds is None or price_per_hour is None else seconds / 3600 * price_per_hour,
+        resized=resized,
     )
     return PlanReport(
         profile=profile,

@@ -102,6 +102,7 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
         epochs=loaded.recipe.train.epochs,
         price_per_hour=price,
         snapshot_bytes=snapshot_bytes(costs.profile, average_on_host=costs.average_on_host),
+        resized=len(loaded.recipe.train.resize or ()) > 1,
     )
 
 

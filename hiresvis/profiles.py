@@ -71,6 +71,7 @@ class ProfileKey:
         rules: whose autocast rules are followed.
         lora_rank: of adapters; None: there are none.
         groups: what parameters are grouped by, where an optimizer that steps one by one holds what comes next to each other.
+        resize: other image sizes that the model is built to run at.
         mask_loss, label_smoothing: of a model for task segment, whose loss has a part in its costs; empty and 0 for the others.
     """
 
@@ -92,6 +93,7 @@ class ProfileKey:
     lora_rank: int | None = None
     ema: bool = False
     groups: str = ""
+    resize: str = ""
     mask_loss: str = ""
     label_smoothing: float = 0.0
 

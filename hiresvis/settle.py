@@ -87,6 +87,7 @@ def key_of(
         groups=""
         if optim.name in ("adamw", "sgd")
         else f"{optim.layer_decay} {optim.weight_decay > 0} {recipe.model.pretrained is not False}",
+        resize=" ".join(f"{height}x{width}" for _, (height, width) in recipe.train.resize or ()),
         mask_loss=mask_loss,
         label_smoothing=optim.label_smoothing if mask_loss else 0.0,
     )

@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
     **dict.fromkeys(("costing", "api", "trained", "own_data"), 6),
-    **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command"), 7),
+    **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
     **dict.fromkeys(("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
 }
 COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "export")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import statistics
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiresvis.backbone import weights
-from hiresvis.backbone.input_size import fit_input
+from hiresvis.backbone.input_size import fit_input, for_other_sizes
 from hiresvis.errors import Problem, RecipeError
 
 
@@ -58,6 +58,7 @@ def build_backbone(
     drop_path: float | None = None,
     seed: int = 0,
     initialise: bool = True,
+    other_sizes: Sequence[tuple[int, int]] = (),
 ) -> Backbone:
     """Build a timm model for one image size, with a head for `num_classes`.
 
@@ -72,6 +73,7 @@ def build_backbone(
         drop_path: stochastic depth rate; None keeps the model's own.
         seed: of the random parts.
         initialise: False leaves random weights as the memory they lie in, for a model that is only traced.
+        other_sizes: that it is to run at as well, (height, width).
 
     Raises:
         RecipeError: the name, size, drop path or weights do not fit; every key that differs is listed.
@@ -82,12 +84,13 @@ def build_backbone(
     size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
     with torch.random.fork_rng(devices=[]):
         fit = fit_input(name, size, in_chans)
-        kwargs = {**fit.kwargs, "in_chans": in_chans} | ({} if drop_path is None else {"drop_path_rate": drop_path})
+        more = for_other_sizes(name, fit.kwargs, other_sizes, in_chans) if other_sizes else {}
+        kwargs = {**fit.kwargs, **more, "in_chans": in_chans} | ({} if drop_path is None else {"drop_path_rate": drop_path})
         with nullcontext() if initialise else NotInitialising():
             model, notes = _with_weights(name, cfg, pretrained, num_classes, seed, kwargs)
-    mean, std, more = _normalisation(cfg, pretrained, in_chans)
+    mean, std, said = _normalisation(cfg, pretrained, in_chans)
     arguments = {"num_classes": num_classes, **kwargs}
-    return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, arguments, (*fit.notes, *notes, *more))
+    return Backbone(model.train(), name, mean, std, fit.stride, cfg.interpolation, arguments, (*fit.notes, *notes, *said))
 
 
 class NotInitialising(TorchDispatchMode):

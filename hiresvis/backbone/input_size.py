@@ -9,6 +9,7 @@ is known ahead, and a note says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,27 @@ def fit_input(name: str, size: tuple[int, int], in_chans: int = 3) -> InputFit:
     raise RecipeError([Problem(_advice(name, size, native, trial, in_chans), key="model.image_size")])
 
 
+def for_other_sizes(name: str, kwargs: Mapping[str, Any], sizes: Sequence[tuple[int, int]], in_chans: int = 3) -> dict[str, Any]:
+    """What a model that is built for one size needs besides to run at others too: nothing, or timm's `dynamic_img_size`.
+
+    Args:
+        kwargs: that build it for its size.
+
+    Raises:
+        RecipeError: it does not take one of them.
+    """
+    refusals = []
+    for more in ({}, {"dynamic_img_size": True}):
+        trials = [(size, _try_kwargs(name, {**kwargs, **more}, size, in_chans)) for size in sizes]
+        bad = next(((size, trial.reason) for size, trial in trials if trial.kwargs is None), None)
+        if bad is None:
+            return more
+        refusals.append(bad)
+    size, why = refusals[0] if "dynamic_img_size" in refusals[1][1] else refusals[1]
+    can = "most ConvNets, plain ViTs and Swin are trained at several sizes, each a multiple of the stride or patch"
+    raise RecipeError([Problem(f"{name} does not take {_text(size)} beside its own size ({why}); {can}", key="train.resize")])
+
+
 def _advice(name: str, size: tuple[int, int], native: tuple[int, ...], trial: _Trial, in_chans: int) -> str:
     """The value against the constraint, and sizes that were tried and work."""
     if min(size) < trial.stride:
@@ -92,22 +114,31 @@ def _try_size(name: str, size: tuple[int, int] | tuple[int, ...], in_chans: int)
     attempts = [with_size] if timm.get_pretrained_cfg(name).fixed_input_size else [{}, with_size]
     stride, patch, reasons = 32, 1, []
     for kwargs in attempts:
-        unread: list[tuple[int, int]] = []
-        try:
-            with torch.device("meta"), torch.no_grad():
-                model = timm.create_model(name, in_chans=in_chans, **kwargs).eval()
-                stride = _stride(model, name)
-                patch = _watch_patches(model, unread) or patch
-                model(torch.empty(1, in_chans, *size))
-        except _REFUSALS as error:
-            if "img_size" not in str(error):  # no such argument: says nothing about the size
-                reasons.append(first_line(error))
-            continue
-        if not unread:
-            return _Trial(kwargs, stride, patch)
-        pixels, kernel = unread[0]
-        reasons.append(f"{pixels % kernel} of {pixels} rows or columns would be left unread by a patch of {kernel}")
+        trial = _try_kwargs(name, kwargs, size, in_chans)
+        if trial.kwargs is not None:
+            return trial
+        stride, patch = (stride, patch) if trial.stride == 0 else (trial.stride, trial.patch or patch)
+        if "img_size" not in trial.reason:  # no such argument: says nothing about the size
+            reasons.append(trial.reason)
     return _Trial(None, stride, patch, reasons[0] if reasons else "no reason given")
+
+
+def _try_kwargs(name: str, kwargs: Mapping[str, Any], size: tuple[int, ...], in_chans: int) -> _Trial:
+    """One way to build, one size. A stride of 0: it could not be built; a patch of 0: none was found."""
+    stride = patch = 0
+    unread: list[tuple[int, int]] = []
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = timm.create_model(name, in_chans=in_chans, **kwargs).eval()
+            stride = _stride(model, name)
+            patch = _watch_patches(model, unread)
+            model(torch.empty(1, in_chans, *size))
+    except _REFUSALS as error:
+        return _Trial(None, stride, patch, first_line(error))
+    if not unread:
+        return _Trial(dict(kwargs), stride, patch or 1)
+    pixels, kernel = unread[0]
+    return _Trial(None, stride, patch, f"{pixels % kernel} of {pixels} rows or columns would be left unread by a patch of {kernel}")
 
 
 def _watch_patches(model: nn.Module, unread: list[tuple[int, int]]) -> int:

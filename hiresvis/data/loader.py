@@ -104,8 +104,9 @@ class TrainLoader:
         self._skip = bad_images == "skip"
         self._epoch, self._first_batch = 0, 0
         self.set_micro_batch(micro_batch)
-        source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True, cache=cache, mixing=mixing)
-        self._engine = Engine(source, workers=workers, pin=pin, start_method=start_method, persistent=True)
+        self._source = ImageSource(self.samples, pipeline, max_pixels, seed, self._skip, training=True, cache=cache, mixing=mixing)
+        self._workers, self._pin, self._start_method = workers, pin, start_method
+        self._engine = self._make_engine()
 
     def __len__(self) -> int:
         return len(batch_sizes(len(self.samples), self.batch, self._least))
@@ -118,6 +119,12 @@ class TrainLoader:
         """Changes the size of the parts; batches, order and seeds stay as they are."""
         assert micro_batch >= 1, micro_batch
         self.micro_batch = micro_batch
+
+    def set_pipeline(self, pipeline: Pipeline) -> None:
+        """Images of another size from the next iteration on; order and seeds stay. Workers hold the old one, and end."""
+        self._engine.close()
+        self._source = replace(self._source, pipeline=pipeline)
+        self._engine = self._make_engine()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The epoch's micro-batches.
@@ -137,6 +144,9 @@ class TrainLoader:
     def notes(self) -> list[str]:
         """Lines for people: fewer workers than were asked for, a cache that was turned off, and why."""
         return self._engine.notes
+
+    def _make_engine(self) -> Engine:
+        return Engine(self._source, workers=self._workers, pin=self._pin, start_method=self._start_method, persistent=True)
 
     def _tasks(self) -> list[Task]:
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, self._epoch]))

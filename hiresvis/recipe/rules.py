@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiresvis.recipe.quantities import dump_share
-from hiresvis.recipe.schema import Recipe
+from hiresvis.recipe.schema import Recipe, size_phases
 from hiresvis.recipe.tasks import BALANCES, LOSSES, METRICS
 from hiresvis.recipe.values import either, shown
 
@@ -32,6 +32,7 @@ def broken_rules(recipe: Recipe, given: Set[str]) -> Iterator[BrokenRule]:
     yield from _splits(recipe, given)
     yield from _task(recipe)
     yield from _adapt(recipe)
+    yield from _sizes(recipe)
     data = recipe.data
     if data.fit != "tile" and dump_share(data.overlap) != type(data).model_fields["overlap"].default:
         message = f"{dump_share(data.overlap)} beside data.fit: {data.fit}, which has no neighbours; delete it, or set data.fit: tile"
@@ -62,6 +63,26 @@ def _adapt(recipe: Recipe) -> Iterator[BrokenRule]:
     elif isinstance(model.lp_ft.head_epochs, int) and model.lp_ft.head_epochs >= epochs:
         message = f"{model.lp_ft.head_epochs} of train.epochs: {epochs} leaves none to train everything in; give at most {epochs - 1}"
         yield BrokenRule("model.lp_ft.head_epochs", message, ("train.epochs",))
+
+
+def _sizes(recipe: Recipe) -> Iterator[BrokenRule]:
+    """Image sizes that training goes through, beside the one that counts."""
+    steps, model, fit = recipe.train.resize, recipe.model, recipe.data.fit
+    if steps is None:
+        return
+    if steps[-1][1] != model.image_size:
+        last, wanted = (shown(side[0] if side[0] == side[1] else list(side)) for side in (steps[-1][1], model.image_size))
+        message = f"ends at {last}, and model.image_size is {wanted}, at which the run is planned and evaluated; end with {wanted}"
+        yield BrokenRule("train.resize", message, ("model.image_size",))
+    if fit not in ("resize", "letterbox"):
+        message = f"makes whole images smaller, and data.fit: {fit} takes windows of full resolution; delete it, or write fit: resize"
+        yield BrokenRule("train.resize", message, ("data.fit",))
+    if recipe.task == "segment":
+        yield BrokenRule("train.resize", "is not there yet for task segment; delete it", ("task",))
+    begins = [first for first, _ in size_phases(recipe)]
+    if begins[-1] > recipe.train.epochs or len(set(begins)) < len(begins):
+        message = f"begins its sizes in epochs {shown(begins)} of {recipe.train.epochs}, and one of them has none; give more epochs"
+        yield BrokenRule("train.resize", f"{message}, or fewer sizes", ("train.epochs",))
 
 
 def _is_manifest(value: Any) -> bool:

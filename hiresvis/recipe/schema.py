@@ -238,7 +238,10 @@ class Train(Section):
     metric: Annotated[str, values.choice("auto", *words_of(METRICS))] = _key(
         "auto", "The metric that decides which epoch is best; auto: from the task."
     )
-    resize: Annotated[None, values.only(None, refusal="is not there yet; today: null")] = _key(None, "Progressive image size.")
+    resize: Annotated[tuple[tuple[float, tuple[int, int]], ...] | None, structures.size_steps()] = _key(
+        None,
+        "Smaller images first: [[0, 512], [60%, 1024]], by share of the epochs; the last is model.image_size, which evaluation has always.",
+    )
     max_time: Annotated[float | None, quantities.duration(nullable=True)] = _key(
         None, "The run ends in order after this time, such as 3h45m."
     )
@@ -287,6 +290,11 @@ class Recipe(Section):
 def loss_of(recipe: Recipe) -> str:
     """The loss that a recipe trains with; auto by the task and the balance of classes."""
     return auto_loss(recipe.task, recipe.data.balance)[0] if recipe.optim.loss == "auto" else recipe.optim.loss
+
+
+def size_phases(recipe: Recipe) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """The first epoch, from 1, of each image size that is trained at, with the size; empty without `train.resize`."""
+    return tuple((1 + round(begin * recipe.train.epochs), size) for begin, size in recipe.train.resize or ())
 
 
 def section_of(annotation: Any) -> type[Section] | None:

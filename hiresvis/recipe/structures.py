@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hiresvis.recipe.quantities import share
 from hiresvis.recipe.values import Kind, any_of, at, choice, finite, refuse_word, shown, text, what, whole
 
 NAMED_COLOURS: Mapping[str, tuple[int, int, int]] = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128)}
@@ -28,6 +29,43 @@ def image_size() -> Kind:
     side = {"type": "integer", "minimum": 1}
     schema = {"anyOf": [side, {"type": "array", "items": side, "minItems": 2, "maxItems": 2}]}
     return Kind(parse, schema, lambda value: value[0] if value[0] == value[1] else list(value))
+
+
+def size_steps() -> Kind:
+    """Null, or what image size begins at what share of training: ((share, (height, width)), ...), from 0 on."""
+    side, from_share = image_size(), share(below=1.0)
+    expected = "null, or steps such as [[0, 512], [60%, 1024]]: at what share of training which size begins"
+
+    def step(item: Any, index: int) -> tuple[float, tuple[int, int]]:
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise at([index], f"{shown(item)} is not [share, size]; give {expected}")
+        found: list[Any] = []
+        for place, kind in enumerate((from_share, side)):
+            try:
+                found.append(kind.parse(item[place]))
+            except ValueError as error:
+                raise at([index, place], str(error)) from None
+        return found[0], found[1]
+
+    def parse(value: Any) -> tuple[tuple[float, tuple[int, int]], ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"{shown(value)} is {what(value)}; give {expected}")
+        steps = tuple(step(item, index) for index, item in enumerate(value))
+        if steps[0][0] != 0:
+            raise at([0, 0], f"{shown(value[0][0])} is where the first size begins; write 0")
+        for index in range(1, len(steps)):
+            if steps[index][0] <= steps[index - 1][0]:
+                raise at([index, 0], f"{shown(value[index][0])} is not after {shown(value[index - 1][0])}; give shares in their order")
+            before, now = steps[index - 1][1], steps[index][1]
+            if before == now or any(side < least for side, least in zip(now, before, strict=True)):
+                raise at([index, 1], f"{shown(value[index][1])} is not larger than {shown(value[index - 1][1])}; give sizes that grow")
+        return steps
+
+    item = {"type": "array", "prefixItems": [dict(from_share.json), dict(side.json)], "minItems": 2, "maxItems": 2}
+    schema = any_of((), True, {"type": "array", "items": item, "minItems": 1})
+    return Kind(parse, schema, lambda value: None if value is None else [[begin, side.dump(size)] for begin, size in value])
 
 
 def colour() -> Kind:

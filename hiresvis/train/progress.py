@@ -86,6 +86,10 @@ class Progress:
         self.epochs_since_best, self.trend = 0, LossTrend()
         self.lr_scale, self.num_rollbacks = 1.0, 0
 
+    def next_size(self) -> None:
+        """Forgets what was to be expected of the loss and the metric: the images are larger from here on."""
+        self.epochs_since_best, self.trend = 0, LossTrend()
+
     def next_epoch(self) -> None:
         """Opens the next epoch."""
         self.epoch += 1

@@ -75,6 +75,13 @@ class Relief:
         """Takes the plan off the model."""
         self._handle.remove()
 
+    def change(self, plan: CheckpointPlan, profile: MemoryProfile) -> None:
+        """Puts another plan in place, of the same model at another image size; what evaluation has room for stays."""
+        self._handle.remove()
+        self.plan, self._profile = replace(plan, eval_batch=self.plan.eval_batch), profile
+        self._handle = apply_plan(self._step.model, plan)
+        self._train_loader.set_micro_batch(plan.micro_batch)
+
     def training(self, where: str, what: str) -> Iterator[Event]:
         """Tightens the plan. What held memory has to be gone by now, the exception with its traceback too.
 

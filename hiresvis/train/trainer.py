@@ -38,6 +38,7 @@ from hiresvis.train.progress import Progress, RunLimits
 from hiresvis.train.recovery import Recovery, Setback
 from hiresvis.train.relief import Relief, evaluation_in_room
 from hiresvis.train.saver import Saver
+from hiresvis.train.sizes import Sizes
 from hiresvis.train.snapshot import Snapshot
 from hiresvis.train.step import StepOutcome, TrainStep
 from hiresvis.train.stop import StopRequest
@@ -65,6 +66,7 @@ class Trainer:
         schedule: learning rate of each optimizer step, counted from 0 over the whole run.
         train_mode: puts the model in train mode, frozen parts left in eval (`TrainMode`).
         head_first: trains the head alone for the first epochs; None: everything that is trained is so from the first on.
+        sizes: makes the images of the first epochs smaller; None: all have one size.
         limits: when to stop and to save.
         metric: the one of `metrics.METRICS` that decides which epoch is best.
         run_dir: `weights/` and `snapshot/` are written there.
@@ -90,6 +92,7 @@ class Trainer:
         schedule: Schedule,
         train_mode: Callable[[], None],
         head_first: HeadFirst | None = None,
+        sizes: Sizes | None = None,
         limits: RunLimits,
         metric: str,
         run_dir: Path,
@@ -108,6 +111,7 @@ class Trainer:
         self._step, self._train_loader, self._val_loader = step, train_loader, val_loader
         self._schedule, self._train_mode, self._limits = schedule, train_mode, limits
         self._head_first, self._head_epochs = head_first, head_first.epochs if head_first else 0
+        self._sizes, self._small_epochs = sizes, sizes.last_epoch if sizes else 0
         self._stop = StopRequest() if stop is None else stop
         self._relief = relief
         self._keeper = Keeper(step, run_dir)
@@ -156,7 +160,7 @@ class Trainer:
     def _epochs(self) -> Iterator[Event]:
         limits, reason = self._limits, "completed"
         while self.progress.epoch <= limits.epochs:
-            waits = self.progress.epoch <= self._head_epochs
+            waits = self.progress.epoch <= max(self._head_epochs, self._small_epochs)
             if limits.early_stop is not None and self.progress.epochs_since_best >= limits.early_stop and not waits:
                 reason = "early_stop"
                 break
@@ -191,6 +195,8 @@ class Trainer:
         yield EpochStarted(time=self._wall_clock(), epoch=progress.epoch, num_steps=progress.num_steps, first_step=progress.step + 1)
         if progress.step >= progress.num_steps:  # it was interrupted in evaluation
             return None
+        if self._sizes is not None and (text := self._sizes.enter(progress.epoch)):
+            yield self._notice("info", text)
         self._train_loader.set_epoch(progress.epoch, first_batch=progress.step)
         if self._head_first is None:
             self._train_mode()
@@ -391,6 +397,8 @@ class Trainer:
         if progress.epoch == self._head_epochs:
             progress.next_phase()
         progress.next_epoch()
+        if self._sizes is not None and self._sizes.begins(progress.epoch):
+            progress.next_size()
         return done
 
     def _unreadable(self, error: DataError, key: str) -> Iterator[Event]:

@@ -89,6 +89,20 @@ def test_run_that_ran_out_at_any_operator_ends_with_the_same_bits(straight, tmp_
     assert_same(tmp_path / "run", expected)
 
 
+def test_running_out_in_small_images_tightens_their_plan_alone(straight, tmp_path):
+    """With `train.resize` the plan of the size at hand gives way, at the same bits; the other's stays, in plan.json as well."""
+    work, *_ = straight
+    steps = "train.resize=[[0, 32], [50%, 64]]"
+    run(work.recipe, tmp_path / "straight", Shortage(set()), steps)
+    events = run(work.recipe, tmp_path / "run", Shortage({7}, only="aten.convolution.default"), steps)
+    assert any(event.kind == "notice" and "epoch 1, step 1: memory ran out" in event.text for event in events)
+    assert_same(tmp_path / "run", tmp_path / "straight")
+    before, after = load_plan(tmp_path / "straight"), load_plan(tmp_path / "run")
+    key = "predicted_counted_bytes"  # of tensors alone: the two runs began in a process of another size
+    assert after["sizes"][0]["plan"][key] < before["sizes"][0]["plan"][key]
+    assert after["checkpoint_plan"][key] == before["checkpoint_plan"][key]
+
+
 @pytest.mark.parametrize(
     ("operator", "number", "said"),
     [

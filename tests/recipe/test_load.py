@@ -318,6 +318,10 @@ def test_places_are_kept_for_later_findings(load):
         ),
         ("task: multilabel\ndata: {train: d.csv}\ntrain: {metric: kappa}", "train.metric", "write auto, map, auroc, macro_f1 or accuracy"),
         ("task: regress\ndata: {train: d.csv}\ntrain: {metric: auroc}", "train.metric", "belongs to task classify or multilabel"),
+        ("train: {resize: [[0, 512], [50%, 768]]}", "train.resize", "ends at 768, and model.image_size is 1024"),
+        ("data: {train: d, fit: tile}\ntrain: {resize: [[0, 1024]]}", "train.resize", "data.fit: tile takes windows of full resolution"),
+        ("task: segment\ndata: {train: d}\ntrain: {resize: [[0, 1024]]}", "train.resize", "is not there yet for task segment"),
+        ("train: {epochs: 2, resize: [[0, 512], [80%, 1024]]}", "train.resize", "begins its sizes in epochs [1, 3] of 2"),
     ],
 )
 def test_keys_that_contradict_each_other_are_told(problems, text, key, part):

@@ -56,6 +56,7 @@ GOOD = [
     ("memory.on_oom", "replan", "replan"),
     ("train.on_divergence", "stop", "stop"),
     ("train.on_divergence", "rollback", "rollback"),
+    ("train.resize", "[[0, [224, 512]], [60%, 2048]]", ((0.0, (224, 512)), (0.6, (2048, 2048)))),
 ]
 
 BAD = [
@@ -139,7 +140,14 @@ BAD = [
     ("train.early_stop", "5", "5 is a whole number, not a mapping; write train.early_stop: {patience: ...}"),
     ("train.keep", "{best: 2}", "2 is not there yet; today: 1"),
     ("train.metric", "miu", "miu is none of auto, accuracy"),
-    ("train.resize", "[[0.5, 512]]", "[[0.5, 512]] is not there yet; today: null"),
+    ("train.resize", "512", "512 is a whole number; give null, or steps such as [[0, 512], [60%, 1024]]"),
+    ("train.resize", "[]", "[] is a list; give null, or steps"),
+    ("train.resize", "[512, 1024]", "512 is not [share, size]"),
+    ("train.resize", "[[0.5, 512]]", "0.5 is where the first size begins; write 0"),
+    ("train.resize", "[[0, 512], [0, 1024]]", "0 is not after 0; give shares in their order"),
+    ("train.resize", "[[0, 512], [120%, 1024]]", "120% is not below 100%"),
+    ("train.resize", "[[0, 512], [60%, [512, 384]]]", "[512, 384] is not larger than 512; give sizes that grow"),
+    ("train.resize", "[[0, 512.5]]", "512.5 is a number; give one whole number of pixels"),
     ("train.max_time", "3", "3 has no unit; write 3min or 3s"),
     ("train.max_time", "soon", "soon is no time"),
     ("train.save_every", "0s", "0s is not above 0"),
