@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 NON_FINITE_IN_A_ROW = 5  # skipped steps in a row after which going on only wastes time
 _MEMORY = 0.98  # of the moving average: some fifty steps
-_SETTLED = 20  # steps before which the average says nothing
+_SETTLED = 20  # steps before which the average says little
+_FEWEST = 5  # steps before which it says nothing: one batch may hold a strange sample
 _FAR_ABOVE_LOWEST, _FAR_ABOVE_FIRST = 3.0, 1.5
+_FAR_ABOVE_START = 20.0  # a new head's loss may rise several times over before it falls
+_LEAST_START = 1.0  # of the first loss, for that: all losses are of this order, and weights that are trained already begin near 0
 
 
 @dataclass(slots=True)
@@ -15,12 +18,13 @@ class LossTrend:
     """A moving average of the loss, and whether it runs away.
 
     It does when the average is three times its lowest value and one and a half times the highest of its first steps: a loss that merely
-    wavers near zero, or has not fallen yet, does neither. Unsound is half of that, so that no snapshot of a run on its way up is gone
-    back to.
+    wavers near zero, or has not fallen yet, does neither. Within those first steps it does at twenty times the first loss. Unsound is
+    half of that, so that no snapshot of a run on its way up is gone back to.
 
     Attributes:
         num_steps: applied steps so far.
         total: weighted sum of their losses, later ones weighing more.
+        start: the first loss.
         first: the highest average of the first steps. lowest: since they were done.
     """
 
@@ -28,10 +32,13 @@ class LossTrend:
     total: float = 0.0
     first: float = 0.0
     lowest: float = 0.0
+    start: float = 0.0
 
     def add(self, loss: float) -> None:
         """Takes in one applied step's loss."""
         self.num_steps += 1
+        if self.num_steps == 1:
+            self.start = loss
         self.total = _MEMORY * self.total + (1 - _MEMORY) * loss
         if self.num_steps <= _SETTLED:
             self.first, self.lowest = max(self.first, self.average), self.average
@@ -46,15 +53,22 @@ class LossTrend:
     @property
     def runs_away(self) -> bool:
         """Whether training has diverged."""
-        return self._above(_FAR_ABOVE_LOWEST, _FAR_ABOVE_FIRST)
+        return self._above(1.0)
 
     @property
     def is_sound(self) -> bool:
         """Whether this is a point to go back to."""
-        return not self._above(1 + (_FAR_ABOVE_LOWEST - 1) / 2, 1 + (_FAR_ABOVE_FIRST - 1) / 2)
+        return not self._above(0.5)
 
-    def _above(self, lowest: float, first: float) -> bool:
-        return self.num_steps > _SETTLED and self.average > lowest * self.lowest and self.average > first * self.first
+    def _above(self, share: float) -> bool:
+        """Whether the average has gone so much of the way to where it runs away."""
+
+        def far(times: float) -> float:
+            return 1 + (times - 1) * share
+
+        if self.num_steps <= _SETTLED:
+            return self.num_steps >= _FEWEST and self.average > far(_FAR_ABOVE_START) * max(self.start, _LEAST_START)
+        return self.average > far(_FAR_ABOVE_LOWEST) * self.lowest and self.average > far(_FAR_ABOVE_FIRST) * self.first
 
 
 def why_diverged(trend: LossTrend, non_finite_in_a_row: int, *, place: str, lr: float, precision: str) -> str:
@@ -74,7 +88,7 @@ def why_diverged(trend: LossTrend, non_finite_in_a_row: int, *, place: str, lr: 
         )
     if trend.runs_away:
         return (
-            f"The loss runs away: {trend.average:.3g} on average at {place}, and it had been {trend.lowest:.3g}, at learning rate "
-            f"{lr:.3g}. Try optim.lr={lr / 10:.1g}{other}, or a longer optim.warmup."
+            f"The loss runs away: {trend.average:.3g} on average at {place}, and it had been {min(trend.lowest, trend.start):.3g}, "
+            f"at learning rate {lr:.3g}. Try optim.lr={lr / 10:.1g}{other}, or a longer optim.warmup."
         )
     return ""

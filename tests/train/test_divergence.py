@@ -30,8 +30,12 @@ def _trend(losses) -> LossTrend:
         ([0.7] * 50 + [1.4] * 300, False),  # twice as high, as a change of augmentation may make it
         ([2.3 * 0.98**step for step in range(200)] + [12.0] * 100, True),
         ([2.3] * 30 + [2.3 * 1.05**step for step in range(60)], True),
+        ([0.7 * 3**step for step in range(8)], True),
+        ([0.7, 2.0, 5.0, 6.0, 5.0, 4.0, 3.0], False),  # a new head, before it has settled
+        ([1e-4, 0.4, 0.6, 1.5, 2.0, 1.0], False),  # weights that are trained already
+        ([0.5, 60.0, 0.5, 0.5, 0.5, 0.5], False),  # one strange sample
     ],
-    ids=["flat", "falls", "near zero", "doubled", "jumps", "climbs"],
+    ids=["flat", "falls", "near zero", "doubled", "jumps", "climbs", "explodes at once", "rises first", "trained", "strange sample"],
 )
 def test_a_loss_runs_away_when_it_is_far_above_its_lowest_and_its_first(losses, runs_away):
     """Falling, flat and wavering losses go on; one that jumps or climbs to several times its level does not."""
@@ -47,6 +51,16 @@ def test_a_point_on_the_way_up_is_no_longer_sound_before_it_has_run_away():
     assert sound[0]
     assert not sound[-1]
     assert sound.index(False) < len(sound) - 5
+
+
+def test_no_snapshot_of_the_first_steps_is_sound_once_the_loss_is_ten_times_what_it_was():
+    """An explosion in the first epoch goes back to the weights that training began with."""
+    trend, sound = LossTrend(), []
+    for step in range(12):
+        trend.add(0.7 * 2**step)
+        sound.append(trend.is_sound)
+    assert sound[5]
+    assert not sound[-1]
 
 
 def test_average_of_the_first_steps_is_theirs_alone():
