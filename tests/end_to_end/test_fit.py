@@ -126,6 +126,18 @@ def test_the_resolved_recipe_loads_again_with_nothing_left_to_find(trained):
     assert Path(again.recipe.data.train).is_absolute()
 
 
+def test_the_resolved_recipe_run_again_is_the_same_run(trained, tmp_path):
+    """What was found is given the second time: weights, predictions and the learning rate of every step are bit for bit those."""
+    done = trained("fit", trained.path("recipe.resolved.yaml"), f"log.dir={tmp_path / 'again'}")
+    assert done.code == 0, done.err
+    for name in ("best", "last"):
+        assert_same_weights(trained.path(f"weights/{name}.safetensors"), tmp_path / "again" / "weights" / f"{name}.safetensors")
+    assert (tmp_path / "again" / "predictions.csv").read_text() == trained.path("predictions.csv").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "again" / "events.jsonl").read_text().splitlines()]
+    steps = [(row["loss"], row["lr"]) for row in rows if row["event"] == "step_done"]
+    assert steps == [(row["loss"], row["lr"]) for row in trained.events("step_done")]
+
+
 def test_the_recipe_is_kept_as_it_was_given(trained):
     """Byte for byte, overrides aside, which are in the resolved one."""
     assert trained.path("recipe.yaml").read_text() == trained.recipe.read_text()
