@@ -282,6 +282,20 @@ def report(run: RunPath) -> None:
 
 
 @app.command()
+def show(
+    run: RunPath,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends; Ctrl-C leaves, and the run goes on.")] = False,
+    ui: Annotated[Ui, typer.Option(help="The view, as fit has it.")] = Ui.auto,
+) -> None:
+    """A run's live view again, from its events alone; also from another terminal while it trains."""
+    with ending():
+        from hiresvis.ui.show import show as show_run
+
+        if standing := show_run(run, follow=follow, ui=ui.value, stream=sys.stdout):
+            say(standing)
+
+
+@app.command()
 def schema() -> None:
     """The recipe's JSON schema, for editors: hiresvis schema > hiresvis.schema.json"""
     with ending():

@@ -49,6 +49,7 @@ from hiresvis.resume import (
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import refuse_existing
 from hiresvis.run.events import AutoResolved, Event, Notice, RunStarted
+from hiresvis.run.hold import Hold
 from hiresvis.settle import disk_bytes, remedies, settle_ema
 from hiresvis.supply import Supply, settle_cache, settle_workers, tell_supply
 from hiresvis.trackers import Trackers
@@ -84,8 +85,8 @@ def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) ->
     """
     if not resume and not dry_run:
         refuse_existing(loaded.run_dir)
-    with StopRequest() as stop:
-        run = _Run(loaded, stop)
+    with StopRequest() as stop, Hold() as hold:
+        run = _Run(loaded, stop, hold)
         try:
             for event in run.resumed() if resume else run.new(dry_run=dry_run):
                 stamped = event if event.time else replace(event, time=time.time())
@@ -103,6 +104,7 @@ class _Run:
 
     loaded: LoadedRecipe
     stop: StopRequest
+    hold: Hold
     folder: RunDirectory | None = None
     early: list[Event] = field(default_factory=list)  # events before the run folder exists
     resolution: Resolution = field(init=False)
@@ -171,6 +173,7 @@ class _Run:
         self.folder = RunDirectory.create(
             self.loaded.run_dir, self.loaded.text, need_bytes=disk_bytes(parts.profile, average_on_host=parts.average_on_host)
         )
+        self.hold.take(self.folder.events)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
@@ -184,6 +187,7 @@ class _Run:
     def resumed(self) -> Iterator[Event]:
         """The run in the folder goes on with its own plan."""
         self.folder = RunDirectory.open(self.loaded.run_dir)
+        self.hold.take(self.folder.events)
         stored, plan = read_plan(self.folder)
         snapshot = load_snapshot(self.folder.snapshot)
         if snapshot is not None and snapshot.note:

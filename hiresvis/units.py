@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -76,9 +77,11 @@ def format_size(num_bytes: float) -> str:
 def format_duration(seconds: float) -> str:
     """A duration for display, two leading parts at most.
 
-    >>> format_duration(6725), format_duration(250), format_duration(9.4)
-    ('1h52m', '4m10s', '9s')
+    >>> format_duration(6725), format_duration(250), format_duration(9.4), format_duration(math.nan)
+    ('1h52m', '4m10s', '9s', '-')
     """
+    if not math.isfinite(seconds):
+        return "-"
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

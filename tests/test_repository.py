@@ -182,7 +182,21 @@ def test_lower_floors_and_views_load_without_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("fit",), ("plan",), ("check",), ("evaluate",), ("predict",), ("export",), ("report",), ("schema",), ("models",)]
+    "command",
+    [
+        (),
+        ("fit",),
+        ("plan",),
+        ("check",),
+        ("evaluate",),
+        ("predict",),
+        ("export",),
+        ("report",),
+        ("show",),
+        ("schema",),
+        ("models",),
+        ("doctor",),
+    ],
 )
 def test_help_imports_nothing_heavy(command):
     """--help of the program and of each command answers without torch, numpy, yaml or rich."""

@@ -270,11 +270,21 @@ def read_events(path: Path) -> Iterator[Event]:
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read ({files.reason(error)}); give a folder that hiresvis fit made") from error
     for line in text.split("\n"):
-        try:
-            row = json.loads(line)
-            yield from_json(_with_nan(row))
-        except (ValueError, TypeError, AttributeError):  # torn, or of an event that this version does not know
-            continue
+        if (event := parse_event(line)) is not None:
+            yield event
+
+
+def parse_event(line: str) -> Event | None:
+    """The event of one line; None where it is torn, no event, or one that this version does not know."""
+    try:
+        row = json.loads(line, parse_constant=_refuse)
+        return from_json(_with_nan(row))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _with_nan(row: dict[str, Any]) -> dict[str, Any]:

@@ -210,14 +210,43 @@ def from_json(row: Mapping[str, Any]) -> Event:
     """The event that `to_json` wrote.
 
     Raises:
-        ValueError: the row's kind or one of its keys is unknown.
+        ValueError: the row's kind or one of its keys is unknown, or a value is not of its key's type: whoever shows the event can count on it.
     """
     values = dict(row)
     cls = EVENTS.get(values.pop("event", ""))
     if cls is None:
         raise ValueError(f"unknown event {row.get('event')!r}")
-    unknown = set(values) - {f.name for f in fields(cls)}
-    if unknown:
+    types = {item.name: str(item.type) for item in fields(cls)}
+    if unknown := set(values) - set(types):
         raise ValueError(f"event {cls.kind}: unknown keys {sorted(unknown)}")
+    for key, value in values.items():
+        if not _is_of(value, types[key]):
+            raise ValueError(f"event {cls.kind}: {key} is {value!r}, not {types[key]}")
     arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return cls(**arguments)
+
+
+def _is_of(value: Any, form: str) -> bool:
+    """Whether a JSON value can stand for a field of this type. A number fits both kinds of number, and is one that a float can hold."""
+    if form.endswith(" | None"):
+        return value is None or _is_of(value, form.removesuffix(" | None"))
+    match form:
+        case "str":
+            return isinstance(value, str)
+        case "bool":
+            return isinstance(value, bool)
+        case "int" | "float":
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _TOO_LARGE
+            return number or (form == "float" and value != value)  # nan
+        case "tuple[str, ...]":
+            return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        case "tuple[int, int]":
+            return isinstance(value, list | tuple) and len(value) == 2 and all(_is_of(item, "int") for item in value)
+        case "Mapping[str, float]" | "Mapping[str, int]":  # null: a number that is not finite
+            return isinstance(value, Mapping) and all(item is None or _is_of(item, "float") for item in value.values())
+        case "Mapping[str, Mapping[str, Any]]":
+            return isinstance(value, Mapping) and all(isinstance(item, Mapping) for item in value.values())
+    raise AssertionError(f"a field of type {form}: say here which JSON values it takes")
+
+
+_TOO_LARGE = 1e18  # bytes, seconds or counts that no run has

@@ -68,7 +68,7 @@ class ConsoleView(View):
         self._glyphs = glyphs_for(console.encoding)
         self._state = RunState()
         self._event_clock = clock()
-        self._ladder_shown = 0
+        self._stayed = False
         self._draw_at_events = refresh_seconds is None
         self._area = LiveArea(console, self._draw, self._give_up, refresh_seconds)
 
@@ -86,11 +86,19 @@ class ConsoleView(View):
             if not self._show_lasting(event) and self._draw_at_events:
                 self._area.refresh()
 
+    def _stay(self) -> None:
+        with self._area.lock:
+            lines = self._draw(max(1, self._console.width - 1), self._console.height)
+            self._area.stop()
+        self._stayed = True
+        for line in lines if self._state.phase != "find" else ():  # the ladder comes at the end anyway
+            self._console.print(line)
+
     def _close(self, *, stopped: bool) -> None:
         self._area.stop()
         if self._state.phase == "find":
             self._ladder()
-        if stopped and self._state.phase in ("train", "evaluate"):
+        if stopped and not self._stayed and self._state.phase in ("train", "evaluate"):
             state = self._state
             self._labelled("stopped", f"at epoch {state.epoch_number}, step {state.steps_done} of {state.num_steps}", "bold")
 
@@ -187,7 +195,8 @@ class ConsoleView(View):
             body.append("\n".join(self._glyphs.clean(line) for line in part.splitlines()), part_style)
         width = max(1, self._console.width - 1)
         indent = LABEL_COLUMNS if width >= 40 else 2
-        head, column = pad(label, indent), self._glyphs.clean(column)
+        label, column = self._glyphs.clean(label), self._glyphs.clean(column)
+        head = pad(label, indent)
         if cell_width(head) > indent:  # a narrow terminal: the label takes the line before
             self._console.print(Text(label, style))
             head = " " * indent

@@ -189,9 +189,9 @@ def _progress_line(state: RunState, width: int, glyphs: Glyphs) -> Line:
     return crop(line + join(tail, width, glyphs), width, glyphs)
 
 
-def _val_item(val: Evaluated, drop: int) -> Item:
+def _val_item(val: Evaluated, drop: int, glyphs: Glyphs) -> Item:
     text = f"{number(val.value)} (best {number(val.best_value)} @{val.best_epoch})"
-    return item(f"val {val.metric}", text, drop, GOOD if val.is_best else VALUE)
+    return item(f"val {glyphs.clean(val.metric)}", text, drop, GOOD if val.is_best else VALUE)
 
 
 def _loss_item(state: RunState, glyphs: Glyphs, curve: int, label: str = "loss ") -> Item:
@@ -204,7 +204,7 @@ def _loss_line(state: RunState, width: int, glyphs: Glyphs) -> Line:
     if state.step:
         items += [item("lr", f"{state.step.lr:.1e}", 1), item("grad", f"{state.step.grad_norm:.2g}", 2)]
     if state.val:
-        items.append(_val_item(state.val, 0))
+        items.append(_val_item(state.val, 0, glyphs))
         items.append(item("val loss", number(state.val.loss), 3))
     return join(items, width, glyphs)
 
@@ -239,10 +239,11 @@ def _plan_line(state: RunState, width: int, glyphs: Glyphs) -> Line:
     if state.plan is None:
         return []
     batch, stages = plan_text(state.plan, glyphs.dot)
+    precision = glyphs.clean(state.plan.precision)
     # The stages are the only part without a bound: they give way before the precision does.
-    room = max(12, width - 6 - cell_width(batch) - 6 - cell_width(state.plan.precision))
+    room = max(12, width - 6 - cell_width(batch) - 6 - cell_width(precision))
     stages = shorten(glyphs.clean(stages), room, glyphs.ellipsis)
-    return join([Item((("plan  ", LABEL), (batch, VALUE))), item("", stages), item("", state.plan.precision, 1)], width, glyphs)
+    return join([Item((("plan  ", LABEL), (batch, VALUE))), item("", stages), item("", precision, 1)], width, glyphs)
 
 
 def _counts(state: RunState, drop: int) -> list[Item]:
@@ -288,7 +289,7 @@ def _short_progress(state: RunState, width: int, glyphs: Glyphs) -> Line:
 def _short_loss(state: RunState, width: int, glyphs: Glyphs) -> Line:
     items = [_loss_item(state, glyphs, 8)]
     if state.val:
-        items.append(_val_item(state.val, 0))
+        items.append(_val_item(state.val, 0, glyphs))
     if state.step:
         items.append(item("lr", f"{state.step.lr:.1e}", 1))
     return join(items, width, glyphs, gap=2)
@@ -314,6 +315,6 @@ def _one_line(state: RunState, width: int, glyphs: Glyphs) -> Line:
         item("loss", number(state.smooth_loss), 1),
     ]
     if state.val:
-        items.append(item(state.val.metric, number(state.val.best_value), 3))
+        items.append(item(glyphs.clean(state.val.metric), number(state.val.best_value), 3))
     items.append(item("run", clock_time(state.run_seconds_left), 2))
     return join(items, width, glyphs, gap=2)

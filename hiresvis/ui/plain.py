@@ -56,6 +56,7 @@ class PlainView(View):
         self._line_time = -math.inf
         self._line_place = -math.inf  # in epochs
         self._ladder_shown = False
+        self._told: StepDone | None = None  # the last step that has a line
 
     def _show(self, event: Event) -> None:
         self._state = state = advance(self._state, event)
@@ -85,6 +86,11 @@ class PlainView(View):
                 for label, text in interrupted_lines(state, event):
                     self._line(f"{label:<8}{text}")
                 self._commands((event.resume_command,))
+
+    def _stay(self) -> None:
+        step = self._state.step
+        if step is not None and step is not self._told and self._state.phase in ("train", "evaluate"):
+            self._tell_step(step)
 
     def _close(self, *, stopped: bool) -> None:
         if not self._ladder_shown:
@@ -136,7 +142,10 @@ class PlainView(View):
         if now - self._line_time < MIN_SECONDS or place - self._line_place < MIN_EPOCH_SHARE - 1e-9:
             return
         self._line_time, self._line_place = now, place
-        state = self._state
+        self._tell_step(event)
+
+    def _tell_step(self, event: StepDone) -> None:
+        self._told, state = event, self._state
         pairs = {
             "epoch": f"{event.epoch}/{state.num_epochs}" if state.num_epochs else event.epoch,
             "step": f"{event.step}/{event.num_steps}",
@@ -190,4 +199,4 @@ def _size(num_bytes: int) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None or not math.isfinite(seconds) else format_duration(seconds)
+    return "-" if seconds is None else format_duration(seconds)

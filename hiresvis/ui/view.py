@@ -14,6 +14,7 @@ class View:
     """A display of events. A view that fails says so once and is silent from then on: training goes on."""
 
     failure: Exception | None = None
+    tells_failure = True  # in the log; False where whoever shows the events tells it
 
     def handle(self, event: Event) -> None:
         """Show one event."""
@@ -22,6 +23,15 @@ class View:
         try:
             self._show(event)
         except Exception as error:  # any failure of a display, a closed terminal for one, must not stop training
+            self._give_up(error)
+
+    def stay(self) -> None:
+        """Leave on the screen what is drawn of the run as it is now: nothing comes any more, and it has not ended."""
+        if self.failure is not None:
+            return
+        try:
+            self._stay()
+        except Exception as error:  # as in `handle`
             self._give_up(error)
 
     def __enter__(self) -> View:
@@ -37,10 +47,14 @@ class View:
         if self.failure is None:
             self.failure = error
             self._restore()
-            _log.warning("The live view failed (%s: %s); the run goes on without it.", type(error).__name__, error)
+            if self.tells_failure:
+                _log.warning("The live view failed (%s: %s); the run goes on without it.", type(error).__name__, error)
 
     def _show(self, event: Event) -> None:
         """Show one event; may raise."""
+
+    def _stay(self) -> None:
+        """Make what moves last; may raise."""
 
     def _close(self, *, stopped: bool) -> None:
         """End the display; `stopped` when an error or an interrupt ends it. May raise."""
