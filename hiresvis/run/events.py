@@ -210,7 +210,7 @@ def from_json(row: Mapping[str, Any]) -> Event:
     """The event that `to_json` wrote.
 
     Raises:
-        ValueError: the row's kind or one of its keys is unknown, or a value is not of its key's type: whoever shows the event can count on it.
+        ValueError: the row's kind or one of its keys is unknown, or a value is not of its key's type.
     """
     values = dict(row)
     cls = EVENTS.get(values.pop("event", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from contextlib import suppress
@@ -11,10 +12,8 @@ from types import TracebackType
 
 from hiresvis.errors import RunFolderError
 
-try:
+if sys.platform != "win32":  # no such locks there: nothing is held, and nobody can tell
     import fcntl
-except ImportError:  # a system without these locks: nothing is held, and nobody can tell
-    fcntl = None  # type: ignore[assignment]
 
 _ATTEMPTS, _PAUSE_S = 5, 0.1  # who looks whether a run goes on has the lock himself for a moment
 
@@ -35,7 +34,7 @@ class Hold:
         Raises:
             RunFolderError: another process works on the run.
         """
-        if fcntl is None:
+        if sys.platform == "win32":
             return
         try:
             handle = os.open(events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -71,8 +70,8 @@ class Hold:
 
 
 def is_held(events: Path) -> bool | None:
-    """Whether a process works on the run with this events file; None where that cannot be told. Changes nothing, needs no right to write."""
-    if fcntl is None:
+    """Whether a process works on the run with this events file; None where that cannot be told. Needs no right to write."""
+    if sys.platform == "win32":
         return None
     try:
         handle = os.open(events, os.O_RDONLY)

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiresvis.errors import Interrupted, RunFolderError
-from hiresvis.run.events import EVENTS, Event, Notice, RunInterrupted, RunStarted, StepDone, from_json, to_json
+from hiresvis.run.events import EVENTS, Event, Notice, RunInterrupted, RunStarted, from_json, to_json
 from hiresvis.run.files import json_text
 from hiresvis.run.hold import Hold
 from hiresvis.ui import Ui
@@ -299,13 +299,6 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path, make_events: Make
     done = subprocess.run(call, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def steps_of(text: str) -> Iterator[StepDone]:
-    for line in text.splitlines():
-        event = from_json(json.loads(line))
-        if isinstance(event, StepDone):
-            yield event
 
 
 def test_json_is_the_file_itself(tmp_path: Path, make_events: MakeEvents) -> None:
