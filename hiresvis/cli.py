@@ -53,6 +53,7 @@ class Pixels(str, Enum):
 
 app = typer.Typer(
     help="Fine-tune vision models on large images within a memory budget.",
+    epilog="Example: hiresvis fit recipes/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help: half the time, and readable in any terminal
@@ -95,7 +96,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis fit recipes/quickstart.yaml optim.lr=3e-4")
 def fit(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -117,7 +118,7 @@ def fit(
                 view.handle(event)
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis plan recipes/quickstart.yaml --gpu l4 --price 0.8")
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -151,7 +152,7 @@ def plan(
             say(f"plot: {plot}")
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis check recipes/quickstart.yaml --sheet page.html")
 def check(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -198,7 +199,7 @@ def check(
         raise typer.Exit(report.exit_code)
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis evaluate runs/lesions --data new/images --flips")
 def evaluate(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
@@ -224,7 +225,7 @@ def evaluate(
             print(*flat(found), sep="\n")
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis predict runs/lesions new/*.tif --out rows.csv")
 def predict(
     run: RunPath,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Images, or folders of images.", show_default=False)],
@@ -254,7 +255,7 @@ def predict(
             raise DataError(f"{num_bad} of {found.num_images} images cannot be read; their rows give the reason as error")
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis export runs/lesions --to onnx")
 def export(
     run: RunPath,
     to: Annotated[Format, typer.Option("--to", help="Weights for timm, or a graph for onnxruntime.", show_default=False)],
@@ -271,7 +272,7 @@ def export(
         print_report(found, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis report runs/lesions")
 def report(run: RunPath) -> None:
     """Write report.html from the files of a run, and print its path."""
     with ending():
@@ -281,7 +282,7 @@ def report(run: RunPath) -> None:
         print(write_report(RunDirectory.open(run).root))
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis show runs/lesions --follow")
 def show(
     run: RunPath,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends; Ctrl-C leaves, and the run goes on.")] = False,
@@ -295,16 +296,16 @@ def show(
             say(standing)
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis schema > hiresvis.schema.json")
 def schema() -> None:
-    """The recipe's JSON schema, for editors: hiresvis schema > hiresvis.schema.json"""
+    """The recipe's JSON schema, for editors."""
     with ending():
         from hiresvis.recipe import recipe_json_schema
 
         print_json(recipe_json_schema())
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis models 'convnext*'")
 def models(
     pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help="Part of a name, or convnext*.", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Look into every match, however many: seconds for each.")] = False,
@@ -317,7 +318,7 @@ def models(
         print_report(list_models(pattern, everything=everything, progress=say), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: hiresvis doctor --verify resnet50")
 def doctor(
     verify: Annotated[str | None, typer.Option(metavar="MODEL", help="Prove plans on this model of timm.", show_default=False)] = None,
     px: Annotated[
@@ -325,7 +326,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this machine has and lacks, and three steps with and without a plan, bit for bit. Example: hiresvis doctor --verify resnet50"""
+    """What this machine has and lacks, and three steps with and without a plan, bit for bit."""
     with ending():
         from hiresvis.doctor import doctor as run_doctor
 

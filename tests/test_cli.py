@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from hiresvis import command, errors
+from hiresvis import cli, command, errors
 from hiresvis.predictions import table_columns
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Notice
@@ -42,6 +43,22 @@ def test_help_lists_the_commands_that_exist_and_no_others():
     commands = re.findall(r"^  (\w+)  ", done.stdout.partition("Commands:")[2], flags=re.MULTILINE)
     assert commands == ["fit", "plan", "check", "evaluate", "predict", "export", "report", "show", "schema", "models", "doctor"]
     assert done.returncode == 0
+
+
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_that_it_takes(name, capsys):
+    """The example stands whole on one line of the help, and the command's own parser takes its options and arguments."""
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    (example,) = re.findall(r"^ *Example: hiresvis (.+)$", capsys.readouterr().out, flags=re.MULTILINE)
+    words = shlex.split(example.partition(" > ")[0])
+    assert words[0] == name
+    COMMANDS[name].make_context(name, words[1:])  # raises for an option or a value that does not exist
+    for path in (word for word in words if word.startswith("recipes/")):
+        assert (ROOT / path).is_file()
 
 
 def test_version_is_printed():

@@ -9,6 +9,10 @@ from typing import Any
 from hiresvis.recipe.values import Kind, any_of, finite, shown, text, what, whole
 from hiresvis.units import GIB, KIB, MIB, parse_count, parse_duration, parse_size
 
+# What an editor underlines. Bytes and KiB have the digits that a MiB needs, at least.
+_SIZE = r"\s*(\d+(\.\d+)?\s*[MGTmgt]i?[Bb]?|\d{4,}(\.\d+)?\s*[Kk]i?[Bb]?|\d{7,}(\.\d+)?\s*[Bb])\s*"
+_BELOW_WHOLE = r"^\s*\d{1,2}(\.\d+)?\s*%\s*$"
+
 
 def _percent(value: str) -> float | None:
     """The share of `5%`; None where the text is no percentage."""
@@ -75,7 +79,11 @@ def budget() -> Kind:
 
     return Kind(
         parse,
-        {"type": "string", "pattern": r"^(auto|\s*\d+(\.\d+)?\s*(%|[KMGTkmgt]i?[Bb]?|[Bb])\s*)$", "examples": ["auto", "22GiB", "90%"]},
+        {
+            "type": "string",
+            "pattern": rf"^(auto|{_SIZE}|(?=.*[1-9])\s*(\d{{1,2}}(\.\d+)?|100(\.0+)?)\s*%\s*)$",
+            "examples": ["auto", "22GiB", "90%"],
+        },
         dump,
     )
 
@@ -97,7 +105,7 @@ def cache() -> Kind:
 
     schema = {
         "type": "string",
-        "pattern": r"^(auto|off|\s*\d+(\.\d+)?\s*([KMGTkmgt]i?[Bb]?|[Bb])\s*)$",
+        "pattern": rf"^(auto|off|{_SIZE})$",
         "examples": ["auto", "off", "20GiB"],
     }
     return Kind(parse, schema, lambda value: dump_size(value) if isinstance(value, int) else value)
@@ -135,7 +143,8 @@ def duration(*, nullable: bool = False) -> Kind:
             raise ValueError(f"{value} is not above 0; give {expected}")
         return seconds
 
-    schema = {"type": "string", "pattern": r"^\s*(\d+(\.\d+)?\s*h)?\s*(\d+(\.\d+)?\s*(min|m))?\s*(\d+(\.\d+)?\s*s)?\s*$", "minLength": 1}
+    parts = r"(\d+(\.\d+)?\s*h)?\s*(\d+(\.\d+)?\s*(min|m))?\s*(\d+(\.\d+)?\s*s)?"
+    schema = {"type": "string", "pattern": rf"^(?=.*[1-9])\s*{parts}\s*$"}
     return Kind(parse, any_of((), nullable, schema), lambda value: None if value is None else dump_duration(value))
 
 
@@ -172,7 +181,7 @@ def warmup() -> Kind:
         "anyOf": [
             {"type": "integer", "minimum": 0},
             {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"},
+            {"type": "string", "pattern": _BELOW_WHOLE},
         ]
     }
     return Kind(parse, schema, lambda value: value if isinstance(value, int) else dump_share(value))
@@ -190,7 +199,7 @@ def share(*, below: float) -> Kind:
         return float(found)
 
     number = {"type": "number", "minimum": 0, "exclusiveMaximum": below}
-    return Kind(parse, {"anyOf": [number, {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}]}, dump_share)
+    return Kind(parse, {"anyOf": [number, {"type": "string", "pattern": _BELOW_WHOLE}]}, dump_share)
 
 
 def path_or_share() -> Kind:

@@ -257,16 +257,18 @@ def at(place: Sequence[int | str], message: str) -> PydanticCustomError:
 
 def pretrained() -> Kind:
     """true, false, a path, or package:NAME."""
+    flags = ("on", "off", "yes", "no")
 
     def parse(value: Any) -> bool | str:
-        if isinstance(value, str) and value.lower() not in {"on", "off", "yes", "no"}:
+        if isinstance(value, str) and value.lower() not in flags:
             if not value.removeprefix("package:").strip():
                 raise ValueError(f"{shown(value)} names nothing; give true, false, a path, or package:NAME")
             return value
         found: bool = flag().parse(value)
         return found
 
-    return Kind(parse, {"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 1}]})
+    named = {"type": "string", "minLength": 1, "not": {"enum": [*flags, "package:"]}}
+    return Kind(parse, {"anyOf": [{"type": "boolean"}, named]})
 
 
 def run_folder() -> Kind:
@@ -278,4 +280,4 @@ def run_folder() -> Kind:
             raise ValueError(f"{found} is not filled in; only {{name}} is, by the recipe's file name")
         return path
 
-    return Kind(parse, {"type": "string", "minLength": 1})
+    return Kind(parse, {"type": "string", "pattern": r"^([^{}]|\{name\})+$"})

@@ -134,6 +134,7 @@ class ConsoleView(View):
         return True
 
     def _started(self, event: RunStarted) -> None:
+        self._area.start()  # again, where a run that was stopped goes on: its events are in one file
         text = f"{event.run_name}: {event.model} at {image_size_text(event.image_size)}"
         text += f", {event.num_train} training and {event.num_val} validation images"
         text += f", {event.outputs}" if event.classes else ""

@@ -51,7 +51,7 @@ class LiveArea(RenderHook):
         self._streams: list[tuple[str, TextIO]] = []
 
     def start(self) -> None:
-        """Hide the cursor and begin; nothing happens on what cannot move its cursor."""
+        """Hide the cursor and begin, also again after `stop`; nothing happens on what cannot move its cursor."""
         if self._active or not self._console.is_terminal or self._console.is_dumb_terminal:
             return
         self._active = True
@@ -59,7 +59,8 @@ class LiveArea(RenderHook):
         self._console.push_render_hook(self)
         self._redirect()
         if self._refresh_seconds is not None:
-            self._thread = threading.Thread(target=self._keep_fresh, name="hiresvis-live", daemon=True)
+            self._done = threading.Event()
+            self._thread = threading.Thread(target=self._keep_fresh, args=(self._done,), name="hiresvis-live", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -110,11 +111,11 @@ class LiveArea(RenderHook):
         self._drawn = [line.cell_len for line in lines]
         return lines
 
-    def _keep_fresh(self) -> None:
-        while not self._done.wait(self._refresh_seconds):
+    def _keep_fresh(self, done: threading.Event) -> None:
+        while not done.wait(self._refresh_seconds):
             try:
                 with self.lock:
-                    if not self._done.is_set():
+                    if not done.is_set():
                         self.refresh()
             except Exception as error:  # told by the view; an error here would only end the thread, with a traceback on the screen
                 self._on_failure(error)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from rich.text import Text
+from views_screen import screen
 
 from hiresvis.run.events import AutoResolved, Event, Notice, RunStarted, StepDone
 from hiresvis.ui.console import ConsoleView, make_console_view
@@ -20,35 +21,6 @@ from hiresvis.ui.text import cell_width
 
 MakeEvents = Callable[..., list[Event]]
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
-_CODE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
-
-
-def screen(output: str) -> list[str]:
-    """The rows that a terminal, wide enough, shows after this output: line ends, returns, cursor up, erase below."""
-    rows, row, column, at = [""], 0, 0, 0
-    while at < len(output):
-        code = _CODE.match(output, at)
-        if code:
-            at = code.end()
-            if code[2] == "A":
-                row -= int(code[1] or 1)
-                assert row >= 0, "the cursor left the screen"
-            elif code[2] == "J":
-                rows[row] = rows[row][:column]
-                del rows[row + 1 :]
-            continue
-        char = output[at]
-        at += 1
-        if char == "\n":
-            row, column = row + 1, 0
-            if row == len(rows):
-                rows.append("")
-        elif char == "\r":
-            column = 0
-        else:
-            rows[row] = rows[row][:column].ljust(column) + char + rows[row][column + 1 :]
-            column += 1
-    return [text.rstrip() for text in rows]
 
 
 def console_of(width: int, height: int = 50, encoding: str = "utf-8", **environ: str) -> tuple[Console, Callable[[], str]]:
