@@ -68,6 +68,7 @@ class ConsoleView(View):
         self._glyphs = glyphs_for(console.encoding)
         self._state = RunState()
         self._event_clock = clock()
+        self._was_finding = False  # before the event that is being shown
         self._stayed = False
         self._draw_at_events = refresh_seconds is None
         self._area = LiveArea(console, self._draw, self._give_up, refresh_seconds)
@@ -81,7 +82,7 @@ class ConsoleView(View):
 
     def _show(self, event: Event) -> None:
         with self._area.lock:
-            self._state = advance(self._state, event)
+            self._was_finding, self._state = self._state.finding, advance(self._state, event)
             self._event_clock = self._clock()
             if not self._show_lasting(event) and self._draw_at_events:
                 self._area.refresh()
@@ -150,7 +151,7 @@ class ConsoleView(View):
             self._labelled("auto", [(head, ""), (f"  {event.reason}", "dim")], "dim")
 
     def _plan(self, event: PlanChosen) -> None:
-        if len(self._state.plans) == 1:
+        if self._was_finding:
             self._ladder()
         batch, stages = plan_text(event, self._glyphs.dot)
         self._labelled("plan", f"{batch}   {stages}   {event.precision}", "bold green")
@@ -159,10 +160,9 @@ class ConsoleView(View):
             self._labelled("", [(event.why, "dim")])
 
     def _ladder(self) -> None:
-        if self._state.ladder:
-            width = max(1, self._console.width - 1)
-            for line in ladder_lines(self._state, width, self._glyphs):
-                self._console.print(_rich(line), no_wrap=True, overflow="crop")
+        width = max(1, self._console.width - 1)
+        for line in ladder_lines(self._state, width, self._glyphs):
+            self._console.print(_rich(line), no_wrap=True, overflow="crop")
 
     def _evaluated(self, event: Evaluated) -> None:
         train_loss = self._state.epoch_loss if event.split == "val" else None

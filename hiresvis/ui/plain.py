@@ -55,11 +55,11 @@ class PlainView(View):
         self._state = RunState()
         self._line_time = -math.inf
         self._line_place = -math.inf  # in epochs
-        self._ladder_shown = False
         self._told: StepDone | None = None  # the last step that has a line
 
     def _show(self, event: Event) -> None:
-        self._state = state = advance(self._state, event)
+        was_finding, self._state = self._state.finding, advance(self._state, event)
+        state = self._state
         match event:
             case RunStarted():
                 self._started(event)
@@ -71,6 +71,8 @@ class PlainView(View):
             case LadderRow():
                 self._ladder_row(event)
             case PlanChosen():
+                if was_finding:
+                    self._ladder()
                 self._plan(event)
             case StepDone():
                 self._step(event)
@@ -93,7 +95,7 @@ class PlainView(View):
             self._tell_step(step)
 
     def _close(self, *, stopped: bool) -> None:
-        if not self._ladder_shown:
+        if self._state.finding:
             self._ladder()
 
     def _started(self, event: RunStarted) -> None:
@@ -124,13 +126,10 @@ class PlainView(View):
                        f"measured={_value(cells[4].replace(' ', ''))} verdict={_value(cells[7])}")  # fmt: skip
 
     def _ladder(self) -> None:
-        self._ladder_shown = bool(self._state.ladder)
-        for line in ladder_table(self._state.ladder, self._glyphs) if self._state.ladder else ():
+        for line in ladder_table(self._state.ladder, self._glyphs):
             self._line(line)
 
     def _plan(self, event: PlanChosen) -> None:
-        if not self._ladder_shown:
-            self._ladder()
         batch, stages = plan_text(event, self._glyphs.dot)
         self._line(f"plan: {batch}; {stages}; {event.precision}")
         self._line(f"plan: {plan_peak_text(event)}")

@@ -102,6 +102,7 @@ class RunState:
     resolved: tuple[AutoResolved, ...] = ()
     notices: tuple[Notice, ...] = ()
     ladder: tuple[LadderRow, ...] = ()  # by rung
+    finding: bool = False  # rows have come, and the plan they lead to has not
     plans: tuple[PlanChosen, ...] = ()
     epoch: EpochStarted | None = None
     step: StepDone | None = None
@@ -132,7 +133,7 @@ class RunState:
             return "evaluate"
         if self.epoch or self.step:
             return "train"
-        return "find" if self.ladder and not self.plans else "start"
+        return "find" if self.finding else "start"
 
     @property
     def plan(self) -> PlanChosen | None:
@@ -229,7 +230,8 @@ def advance(state: RunState, event: Event) -> RunState:
     state = replace(state, time=max(state.time, event.time))
     match event:
         case RunStarted():
-            return replace(state, started=event, epoch=None, step=None, evaluation=None, finished=None, interrupted=None, recent=())
+            begun = replace(state, started=event, finding=False, finished=None, interrupted=None)
+            return replace(begun, epoch=None, step=None, evaluation=None, recent=())
         case AutoResolved():
             others = tuple(entry for entry in state.resolved if entry.key != event.key)
             return replace(state, resolved=(*others, event))
@@ -239,9 +241,9 @@ def advance(state: RunState, event: Event) -> RunState:
             begins = event.rung == 0 and event.images_per_second is None  # planned again: the old rows are void
             rows = {} if begins else {row.rung: row for row in state.ladder}
             rows[event.rung] = event
-            return replace(state, ladder=tuple(rows[rung] for rung in sorted(rows)))
+            return replace(state, ladder=tuple(rows[rung] for rung in sorted(rows)), finding=True)
         case PlanChosen():
-            return replace(state, plans=(*state.plans, event))
+            return replace(state, plans=(*state.plans, event), finding=False)
         case EpochStarted():
             return _after_epoch_start(state, event)
         case StepDone():

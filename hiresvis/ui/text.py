@@ -270,8 +270,9 @@ def plan_peak_text(plan: PlanChosen) -> str:
 def evaluated_text(event: Evaluated, train_loss: float | None) -> str:
     """One epoch's results; the deciding metric comes first and says so in words."""
     others = {name: value for name, value in event.metrics.items() if name != event.metric}
-    best = "new best" if event.is_best else f"best {number(event.best_value)} @{event.best_epoch}"
-    parts = [f"{event.split} {event.metric} {number(event.value)} ({best})"]
+    parts = [f"{event.split} {event.metric} {number(event.value)}"]
+    if event.split == "val":  # which decides; test is looked at once, by the best weights
+        parts[0] += " (new best)" if event.is_best else f" (best {number(event.best_value)} @{event.best_epoch})"
     if train_loss is not None:
         parts.append(f"train loss {number(train_loss)}")
     parts.append(f"{event.split} loss {number(event.loss)}")

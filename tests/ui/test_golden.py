@@ -34,12 +34,13 @@ def last(wanted: Callable[[Event], bool]) -> int:
 
 
 MOMENTS = {
-    "finding the batch: a third row of the ladder has come": 2 + next(i for i, event in enumerate(EVENTS) if isinstance(event, LadderRow)),
+    # a third row of the ladder has come
+    "finding the batch": 2 + next(i for i, event in enumerate(EVENTS) if isinstance(event, LadderRow)),
     "training, in the first epoch": next(i for i, event in enumerate(EVENTS) if isinstance(event, StepDone) and event.step == 7),
     "evaluation": next(i for i, event in enumerate(EVENTS) if isinstance(event, EvaluationStep) and event.step == 2),
-    "a lasting line: the epoch's result": next(i for i, event in enumerate(EVENTS) if isinstance(event, Evaluated)),
+    "the epoch's result, a lasting line": next(i for i, event in enumerate(EVENTS) if isinstance(event, Evaluated)),
     "stopped": last(lambda event: isinstance(event, RunInterrupted)),
-    "resumed: another plan stands above": 1 + last(lambda event: isinstance(event, PlanChosen)),
+    "resumed with another plan": 1 + last(lambda event: isinstance(event, PlanChosen)),
     "training, in the second epoch": last(lambda event: isinstance(event, StepDone) and event.step == 10),
     "last screen": last(lambda event: isinstance(event, RunFinished)),
 }
@@ -89,7 +90,7 @@ def codes(**environ: str) -> str:
     made, output = console(120, 30, **environ)
     clock, sent = Clock(), ""
     with ConsoleView(made, clock, refresh_seconds=None) as view:
-        for event in EVENTS[: MOMENTS["a lasting line: the epoch's result"] + 1]:
+        for event in EVENTS[: MOMENTS["the epoch's result, a lasting line"] + 1]:
             clock.now, before = event.time, len(output())
             view.handle(event)
             sent = output()[before:]

@@ -73,6 +73,20 @@ def test_short_epochs_do_not_repeat_the_first_line() -> None:
     assert sum(line.startswith("step ") for line in stream.getvalue().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("epochs", "seconds_a_step"), [(1, 2.0), (2, 20.0), (10, 0.05), (10, 3.0), (20, 1.0)])
+def test_a_thousand_steps_are_under_two_hundred_lines(make_events: MakeEvents, epochs: int, seconds_a_step: float) -> None:
+    """A log of a night can be read in the morning: all of it, from the start to the commands at the end."""
+    stream, clock = Stream(), Clock()
+    with PlainView(stream, clock) as view:
+        for event in make_events(epochs, 1000 // epochs):
+            clock.now += seconds_a_step if isinstance(event, StepDone) else 0
+            view.handle(event)
+    lines = stream.getvalue().splitlines()
+    assert 30 < len(lines) < 200
+    assert lines[-1].startswith("next ")
+    assert not set(stream.getvalue()) & {"\r", "\x1b"}
+
+
 def test_every_line_is_flushed_and_has_no_carriage_return_or_escape(make_events: MakeEvents) -> None:
     """After each event nothing is held back, and a log file stays text."""
     stream = Stream()
