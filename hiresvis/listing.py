@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiresvis.data.sources import Datasets, load_datasets
-from hiresvis.data.survey import resolve_channels
 from hiresvis.errors import DataError
 from hiresvis.profiles import cache_folder
 from hiresvis.recipe import LoadedRecipe, Resolution
@@ -88,6 +87,8 @@ def look_at_data(loaded: LoadedRecipe, resolution: Resolution) -> Listing:
         datasets = read_datasets(loaded, resolution, look_for_files=False)
     except DataError:
         return Listing(outputs_without_data(loaded), given or 3, None)
+    from hiresvis.data.survey import resolve_channels  # with it come the decoders: 0.2 s
+
     try:
         channels, _ = resolve_channels(datasets.train.samples, given, max_pixels=data.max_pixels)
     except DataError:

@@ -18,14 +18,13 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from hiresvis.errors import EnvironmentFailed, RunFolderError
 from hiresvis.run import files
-from hiresvis.run.events import EVENTS, EpochDone, Evaluated, Event, from_json, to_json
+from hiresvis.run.events import TYPES, EpochDone, Evaluated, Event, from_json, to_json
 from hiresvis.run.lines import describe
 from hiresvis.units import format_size
 
@@ -289,6 +288,5 @@ def _refuse(constant: str) -> None:
 
 def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
     """null back to nan where the event holds a number."""
-    cls = EVENTS.get(row.get("event", ""))
-    numbers = {item.name for item in fields(cls) if item.type == "float"} if cls else set()
-    return {key: math.nan if value is None and key in numbers else value for key, value in row.items()}
+    types = TYPES.get(row.get("event", ""), {})
+    return {key: math.nan if value is None and types.get(key) == "float" else value for key, value in row.items()}

@@ -199,6 +199,7 @@ class RunInterrupted(Event):
 
 
 EVENTS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
+TYPES: Mapping[str, Mapping[str, str]] = {kind: {item.name: str(item.type) for item in fields(cls)} for kind, cls in EVENTS.items()}
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -216,7 +217,7 @@ def from_json(row: Mapping[str, Any]) -> Event:
     cls = EVENTS.get(values.pop("event", ""))
     if cls is None:
         raise ValueError(f"unknown event {row.get('event')!r}")
-    types = {item.name: str(item.type) for item in fields(cls)}
+    types = TYPES[cls.kind]
     if unknown := set(values) - set(types):
         raise ValueError(f"event {cls.kind}: unknown keys {sorted(unknown)}")
     for key, value in values.items():

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiresvis.errors import Interrupted, RunFolderError
-from hiresvis.run.events import EVENTS, Event, Notice, RunInterrupted, RunStarted, from_json, to_json
+from hiresvis.run.events import TYPES, Event, Notice, RunInterrupted, RunStarted, from_json, to_json
 from hiresvis.run.files import json_text
 from hiresvis.run.hold import Hold
 from hiresvis.ui import Ui
@@ -258,8 +258,8 @@ def forms(form: str) -> st.SearchStrategy[Any]:
 
 def any_event() -> st.SearchStrategy[Event]:
     kinds = [
-        st.fixed_dictionaries({"event": st.just(kind), **{item.name: forms(str(item.type)) for item in fields(cls)}})
-        for kind, cls in EVENTS.items()
+        st.fixed_dictionaries({"event": st.just(kind), **{name: forms(form) for name, form in types.items()}})
+        for kind, types in TYPES.items()
     ]
     return st.one_of(kinds).map(from_json)
 
