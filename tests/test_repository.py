@@ -289,3 +289,27 @@ def test_readme_names_what_exists():
         recipes = [word for word in arguments if word.startswith("recipes/") and word.endswith(".yaml")]
         if recipes:
             load_recipe(ROOT / recipes[0], [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)])
+
+
+def test_readme_shows_pictures_that_are_there_and_small():
+    """Each is a file of less than 200 kB, and a drawing fetches nothing when it is looked at."""
+    names = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", readme())
+    pictures = [ROOT / (linked or placed) for linked, placed in names]
+    assert {path.name for path in pictures} == {"live_view.svg", "report.webp"}
+    for path in pictures:
+        assert path.stat().st_size < 200_000
+        if path.suffix == ".svg":
+            assert not re.search(r"@import|(url\(|href=|src=)\s*[\"']?\s*(https?:|//)", path.read_text(encoding="utf-8"))
+
+
+def test_the_picture_of_the_live_view_is_what_the_view_draws(tmp_path):
+    """The tool makes the README's picture again, word for word."""
+    call = [sys.executable, "tools/make_pictures.py", "--out", str(tmp_path), "live"]
+    subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+
+    def words(path: Path) -> list[str]:
+        return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
+
+    drawn = words(tmp_path / "live_view.svg")
+    assert any("4/15" in word for word in drawn)
+    assert drawn == words(ROOT / "tools" / "pictures" / "live_view.svg")

@@ -63,7 +63,7 @@ def events_to_show() -> list[Event]:
     sys.exit(f"{RECORDED}: no step {STEP} of epoch {EPOCH} before the run was stopped; set EPOCH and STEP to one that it has")
 
 
-def live_view() -> Path:
+def live_view(folder: Path) -> Path:
     """The live view as SVG, with the fonts of whoever looks at it: nothing is fetched."""
     console = Console(
         record=True, file=io.StringIO(), width=COLUMNS, height=40, force_terminal=False, color_system="truecolor", legacy_windows=False,
@@ -79,12 +79,12 @@ def live_view() -> Path:
     svg = console.export_svg(title="hiresvis fit recipes/quickstart.yaml", theme=DARK, unique_id="hiresvis")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "ui-monospace, DejaVu Sans Mono, Menlo, Consolas")
-    path = PICTURES / "live_view.svg"
+    path = folder / "live_view.svg"
     path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
     return path
 
 
-def report(run: Path) -> Path:
+def report(run: Path, into: Path) -> Path:
     """The top of a run's report as WebP."""
     page = (run / "report.html").resolve()
     if not page.is_file():
@@ -98,7 +98,7 @@ def report(run: Path) -> Path:
         options = [f"--window-size={width},{height}", f"--screenshot={shot}", f"--user-data-dir={folder}/profile", "--hide-scrollbars"]
         call = [browser, "--headless", "--no-sandbox", "--disable-gpu", *options, page.as_uri()]
         subprocess.run(call, check=True, capture_output=True, timeout=120)
-        path = PICTURES / "report.webp"
+        path = into / "report.webp"
         with Image.open(shot) as image:
             shown = image.convert("RGB").resize((REPORT_SHOWN_PX, round(height * REPORT_SHOWN_PX / width)), Image.Resampling.LANCZOS)
         shown.save(path, quality=80, method=6)
@@ -110,11 +110,12 @@ def main() -> None:
     parts = parser.add_subparsers(dest="picture", required=True)
     parts.add_parser("live", help="the live view from the recorded run")
     parts.add_parser("report", help="the report of a run").add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=PICTURES, help="where to; the README's pictures when not given")
     arguments = parser.parse_args()
-    PICTURES.mkdir(exist_ok=True)
-    path = live_view() if arguments.picture == "live" else report(arguments.run)
+    arguments.out.mkdir(exist_ok=True)
+    path = live_view(arguments.out) if arguments.picture == "live" else report(arguments.run, arguments.out)
     num_bytes = path.stat().st_size
-    print(f"{path.relative_to(ROOT)}: {num_bytes / 1000:.0f} kB")
+    print(f"{path}: {num_bytes / 1000:.0f} kB")
     if num_bytes > MOST_BYTES:
         sys.exit(f"{path}: above {MOST_BYTES / 1000:.0f} kB; show less")
 
