@@ -194,8 +194,15 @@ def test_refused_values_are_shown_against_what_is_allowed(problems, key, text, m
     assert message in problem.message, problem.message
 
 
-# What a JSON schema cannot say, or a validator does not ask: that 2.0 is no whole number, that one bound is below the other, infinity.
-BEYOND_THE_SCHEMA = {("memory.micro_batch", "2.0"), ("data.scale", "[5, 5]"), ("optim.lr", ".inf")}
+# What a JSON schema cannot say, or a validator does not ask: that 2.0 is no whole number, infinity, and how one value stands to another.
+BEYOND_THE_SCHEMA = {
+    ("memory.micro_batch", "2.0"),
+    ("optim.lr", ".inf"),
+    ("data.scale", "[5, 5]"),
+    ("train.resize", "[[0.5, 512]]"),
+    ("train.resize", "[[0, 512], [0, 1024]]"),
+    ("train.resize", "[[0, 512], [60%, [512, 384]]]"),
+}
 
 
 @pytest.mark.parametrize(("key", "text"), [*((key, text) for key, text, _ in BAD), ("lr", "1"), ("optim.wieght_decay", "1")])
