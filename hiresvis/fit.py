@@ -362,6 +362,7 @@ class _Run:
             device=str(self.device),
             budget_bytes=parts.budget.total_bytes,
             capacity_bytes=parts.budget.capacity_bytes,
+            others_bytes=parts.budget.others_bytes,
             resumed_from_epoch=resumed_from_epoch,
         )
 

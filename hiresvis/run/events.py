@@ -34,6 +34,7 @@ class RunStarted(Event):
     device: str
     budget_bytes: int
     capacity_bytes: int
+    others_bytes: int = 0  # what other processes used of the capacity when the run began
     resumed_from_epoch: int | None = None  # whole epochs done before; None: a new run
 
     @property

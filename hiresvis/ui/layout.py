@@ -226,12 +226,14 @@ def _memory_line(state: RunState, width: int, glyphs: Glyphs) -> Line:
     items = [item("", f"{size_pair(used, budget)} budget")]
     if word:
         items.append(item("", word, 0, style))
+    unit, digits = (GIB, 1) if budget >= GIB else (2**20, 0)
     if started and started.capacity_bytes:
-        unit = GIB if budget >= GIB else 2**20
         place = "machine" if is_cpu(state) else "card"
-        items.append(item("", f"({place} {started.capacity_bytes / unit:.{1 if unit == GIB else 0}f})", 2, QUIET))
+        items.append(item("", f"({place} {started.capacity_bytes / unit:.{digits}f})", 2, QUIET))
     if plan:
         items.append(item("predicted peak", format_size(plan.predicted_peak_bytes), 1))
+    if started and started.others_bytes:
+        items.append(item("others", f"{started.others_bytes / unit:.{digits}f}", 3))
     return crop(line + join(items, width - line_width(line), glyphs), width, glyphs)
 
 

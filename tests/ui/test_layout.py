@@ -78,6 +78,16 @@ def test_memory_over_the_budget_is_said_in_words(make_events: MakeEvents) -> Non
     assert "over budget" not in drawn(state, 120)
 
 
+def test_memory_of_other_processes_is_told_where_there_is_any(make_events: MakeEvents) -> None:
+    """Beside what the card has, in the same unit; first to go where room is short."""
+    state = in_training(make_events)
+    assert state.started is not None
+    assert "others" not in drawn(state, 120)
+    shared = replace(state, started=replace(state.started, others_bytes=GIB * 2 // 5))
+    assert "22.0 GiB budget   (card 24.0)   predicted peak 20.9 GiB   others 0.4" in drawn(shared, 120)
+    assert "others" not in drawn(shared, 100)
+
+
 def test_trouble_outlasts_lesser_news_when_room_is_short(make_events: MakeEvents) -> None:
     """A non-finite step is shown even where counts of zero are dropped."""
     state = in_training(make_events)
