@@ -114,7 +114,7 @@ def fit(
 
         # A view that fails says so once and is silent from then on (see its `handle`); the run goes on.
         with make_view(ui.value if ui else loaded.recipe.log.ui) as view:
-            for event in run_fit(loaded, resume=resume, dry_run=dry_run):
+            for event in run_fit(loaded, resume=resume, dry_run=dry_run, on_stop=view.stopping):
                 view.handle(event)
 
 

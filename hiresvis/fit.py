@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,13 +69,16 @@ from hiresvis.train.trainer import Trainer
 _ROLLBACKS = 2  # of a run that diverges, before it stops
 
 
-def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) -> Iterator[Event]:
+def fit(
+    loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False, on_stop: Callable[[str], None] | None = None
+) -> Iterator[Event]:
     """Check, plan, probe, train, report.
 
     Args:
         loaded: the recipe with its overrides.
         resume: go on with the run in the run folder: its plan, its snapshot.
         dry_run: stop before the first training step; no run folder is made.
+        on_stop: called with a signal's name at the moment it asks for a stop, from its handler.
 
     Yields:
         What happens; each event is in the run folder already.
@@ -85,7 +88,7 @@ def fit(loaded: LoadedRecipe, *, resume: bool = False, dry_run: bool = False) ->
     """
     if not resume and not dry_run:
         refuse_existing(loaded.run_dir)
-    with StopRequest() as stop, Hold() as hold:
+    with StopRequest(on_stop) as stop, Hold() as hold:
         run = _Run(loaded, stop, hold)
         try:
             for event in run.resumed() if resume else run.new(dry_run=dry_run):

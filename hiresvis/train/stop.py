@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from hiresvis.errors import Interrupted
@@ -18,9 +19,13 @@ class StopRequest:
     A SIGINT or SIGTERM after that meets the handlers that Python starts with, and stops at once: KeyboardInterrupt, or death by SIGTERM.
     A SIGUSR1 only warns: after it the first of the others still asks. Handlers are as before on leaving. It can be entered again while
     entered, so that probing and training can share one. Outside the main thread, where Python allows no handlers, only `request` sets it.
+
+    Args:
+        told: called with the signal's name when one asks, from its handler: it may note that, and do no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[str], None] | None = None) -> None:
+        self._told = told
         self._signal: signal.Signals | None = None
         self._depth = 0
         self._before: dict[signal.Signals, object] = {}
@@ -42,6 +47,8 @@ class StopRequest:
     def request(self, signum: int = signal.SIGINT) -> None:
         """Asks for a stop, as the signal would."""
         self._signal = signal.Signals(signum)
+        if self._told is not None:
+            self._told(self._signal.name)
 
     def raise_if_requested(self, message: str) -> None:
         """For work with nothing to save, such as probing.

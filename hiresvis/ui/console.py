@@ -70,6 +70,7 @@ class ConsoleView(View):
         self._event_clock = clock()
         self._was_finding = False  # before the event that is being shown
         self._stayed = False
+        self._stop_signal = ""
         self._draw_at_events = refresh_seconds is None
         self._area = LiveArea(console, self._draw, self._give_up, refresh_seconds)
 
@@ -79,6 +80,9 @@ class ConsoleView(View):
         except (OSError, ValueError) as error:  # the terminal is gone already
             self._give_up(error)
         return self
+
+    def stopping(self, signal_name: str) -> None:
+        self._stop_signal = signal_name  # drawn with the next refresh
 
     def _show(self, event: Event) -> None:
         with self._area.lock:
@@ -111,7 +115,7 @@ class ConsoleView(View):
 
     def _draw(self, columns: int, rows: int) -> list[Text]:
         now = self._state.time + max(0.0, self._clock() - self._event_clock)
-        return [_rich(line) for line in live_lines(self._state, columns, now, self._glyphs)]
+        return [_rich(line) for line in live_lines(self._state, columns, now, self._glyphs, self._stop_signal)]
 
     def _show_lasting(self, event: Event) -> bool:
         """Print what stays; False where the event only changes the live area."""

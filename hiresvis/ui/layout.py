@@ -92,7 +92,7 @@ def line_text(line: Line) -> str:
     return "".join(text for text, _ in line)
 
 
-def live_lines(state: RunState, width: int, now: float, glyphs: Glyphs) -> list[Line]:
+def live_lines(state: RunState, width: int, now: float, glyphs: Glyphs, stop_signal: str = "") -> list[Line]:
     """The live area.
 
     Args:
@@ -100,12 +100,22 @@ def live_lines(state: RunState, width: int, now: float, glyphs: Glyphs) -> list[
         width: columns of the terminal.
         now: seconds on the clock of the events' times.
         glyphs: what this terminal can draw.
+        stop_signal: the one that has asked the run to stop, while it has not yet.
 
     Returns:
         Lines no wider than `width`; none before the run has begun.
     """
     if state.phase in ("finished", "interrupted") or (state.started is None and state.phase == "start"):
         return []
+    lines = _running_lines(state, width, now, glyphs)
+    if stop_signal:
+        how = "the step is finished and saved first" if state.phase == "train" else "ends at the next safe point"
+        again = "" if stop_signal == "SIGUSR1" else "; Ctrl-C again ends at once"  # after a mere warning the next signal asks, no more
+        lines.append(crop([("stop  ", LABEL), (f"{stop_signal}: {how}{again}", WARN)], width, glyphs))
+    return lines
+
+
+def _running_lines(state: RunState, width: int, now: float, glyphs: Glyphs) -> list[Line]:
     if state.phase in ("start", "find"):
         return _finding_lines(state, width, glyphs)
     if width >= FULL_COLUMNS:

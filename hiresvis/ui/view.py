@@ -25,6 +25,9 @@ class View:
         except Exception as error:  # any failure of a display, a closed terminal for one, must not stop training
             self._give_up(error)
 
+    def stopping(self, signal_name: str) -> None:
+        """A signal has asked the run to stop, which takes until its next safe point. Called from the signal's handler: it only notes."""
+
     def stay(self) -> None:
         """Leave on the screen what is drawn of the run as it is now: nothing comes any more, and it has not ended."""
         if self.failure is not None:

@@ -38,6 +38,14 @@ def test_first_signal_is_noted_and_handlers_are_put_back(signum, code):
     assert raised.value.exit_code == code
 
 
+def test_whoever_watches_is_told_at_once():
+    """The signal's name comes from its handler, before the work that goes on has an event to tell."""
+    told = []
+    with StopRequest(told.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == ["SIGTERM"]
+
+
 def test_second_interrupt_stops_at_once():
     """Two SIGINT: the second is a KeyboardInterrupt, whatever is going on."""
     with pytest.raises(KeyboardInterrupt), StopRequest():  # noqa: PT012 - the second signal is the statement under test

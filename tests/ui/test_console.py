@@ -147,6 +147,20 @@ def test_interrupt_restores_the_cursor_and_names_the_place(make_events: MakeEven
     assert "━" not in "".join(rows)
 
 
+def test_a_stop_is_drawn_without_an_event(make_events: MakeEvents) -> None:
+    """Noted by a signal's handler, it stands in the next drawing, and is gone with the live area."""
+    console, output = console_of(120)
+    with ConsoleView(console, lambda: 0.0, refresh_seconds=None) as view:
+        for event in make_events(1, 8, end="none")[:20]:
+            view.handle(event)
+        before = len(output())
+        view.stopping("SIGTERM")
+        assert len(output()) == before
+        view._area.refresh()
+        assert screen(output())[-1].startswith("stop  SIGTERM: the step is finished and saved first")
+    assert "SIGTERM" not in "".join(screen(output()))
+
+
 def test_resume_command_stands_on_the_last_screen(make_events: MakeEvents) -> None:
     """After Ctrl-C the way on is there to be copied."""
     assert "resume   hiresvis fit recipe.yaml --resume" in screen(shown(make_events(1, 4, end="interrupted"), 120))

@@ -97,6 +97,20 @@ def test_trouble_outlasts_lesser_news_when_room_is_short(make_events: MakeEvents
     assert "skipped" not in drawn(troubled, 62)
 
 
+@pytest.mark.parametrize("width", [119, 80, 50, 9])
+def test_a_stop_that_was_asked_for_is_told_until_it_happens(make_events: MakeEvents, width: int) -> None:
+    """Steps can take long: the first Ctrl-C is seen to be heard, with what a second one would do."""
+    state = in_training(make_events)
+    *lines, last = live_lines(state, width, 0.0, UNICODE, "SIGINT")
+    assert lines == live_lines(state, width, 0.0, UNICODE)
+    told = "stop  SIGINT: the step is finished and saved first; Ctrl-C again ends at once"
+    assert line_text(last) == (told if width >= len(told) else told[: width - 1] + "…")
+    finding = replay(make_events(1, 3)[:10])
+    assert "stop  SIGINT: ends at the next safe point" in line_text(live_lines(finding, 119, 0.0, UNICODE, "SIGINT")[-1])
+    assert line_text(live_lines(state, 119, 0.0, UNICODE, "SIGUSR1")[-1]) == "stop  SIGUSR1: the step is finished and saved first"
+    assert live_lines(replay(make_events(1, 3)), 119, 0.0, UNICODE, "SIGINT") == []
+
+
 def test_snapshot_age_grows_with_the_clock(make_events: MakeEvents) -> None:
     """`now` is what the age is counted to."""
     state = in_training(make_events)
