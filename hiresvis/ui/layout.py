@@ -1,6 +1,7 @@
 """The live view as lines of styled spans: a pure function of the state and the terminal's width. No rich here either.
 
-100 columns or more: the whole picture. 60 to 99: three lines. Below 60: one. No line is ever wider than asked.
+A terminal of 100 columns or more: the whole picture. 60 to 99: three lines. Below 60: one. No line is ever wider than asked, which is one
+column less than the terminal has.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hiresvis.ui.text import (
 )
 from hiresvis.units import GIB, format_size
 
-FULL_COLUMNS, SHORT_COLUMNS = 100, 60
+FULL_COLUMNS, SHORT_COLUMNS = 100, 60  # of the terminal
 LABEL, VALUE, TITLE, MODEL = "dim", "", "bold", "bold"
 TRAIN, VAL, GOOD, WARN, BAD, QUIET = "cyan", "magenta", "green", "yellow", "bold red", "dim"
 TIGHT_SHARE = 0.97  # of the budget: from here on the memory bar warns
@@ -97,7 +98,7 @@ def live_lines(state: RunState, width: int, now: float, glyphs: Glyphs, stop_sig
 
     Args:
         state: the run so far.
-        width: columns of the terminal.
+        width: columns to use: those of the terminal less one, since a full row wraps on some.
         now: seconds on the clock of the events' times.
         glyphs: what this terminal can draw.
         stop_signal: the one that has asked the run to stop, while it has not yet.
@@ -118,7 +119,7 @@ def live_lines(state: RunState, width: int, now: float, glyphs: Glyphs, stop_sig
 def _running_lines(state: RunState, width: int, now: float, glyphs: Glyphs) -> list[Line]:
     if state.phase in ("start", "find"):
         return _finding_lines(state, width, glyphs)
-    if width >= FULL_COLUMNS:
+    if width + 1 >= FULL_COLUMNS:
         lines = [
             [],  # a blank line between what lasts and what moves
             _header(state, width, glyphs, _epoch_text(state)),
@@ -129,7 +130,7 @@ def _running_lines(state: RunState, width: int, now: float, glyphs: Glyphs) -> l
             _data_line(state, width, now, glyphs),
         ]
         return lines[:1] + [line for line in lines[1:] if line]
-    if width >= SHORT_COLUMNS:
+    if width + 1 >= SHORT_COLUMNS:
         return [_short_progress(state, width, glyphs), _short_loss(state, width, glyphs), _short_memory(state, width, glyphs)]
     return [_one_line(state, width, glyphs)]
 
@@ -149,7 +150,7 @@ def _header(state: RunState, width: int, glyphs: Glyphs, right: str) -> Line:
 
 def _finding_lines(state: RunState, width: int, glyphs: Glyphs) -> list[Line]:
     finding = state.phase == "find"
-    if width < SHORT_COLUMNS:
+    if width + 1 < SHORT_COLUMNS:
         if not state.ladder:
             return [join([item("", "preparing")], width, glyphs)]
         row = state.ladder[-1]

@@ -53,9 +53,9 @@ def test_full_view_holds_the_run_at_a_glance(make_events: MakeEvents) -> None:
         assert part in text
 
 
-@pytest.mark.parametrize(("width", "lines"), [(119, 7), (100, 7), (99, 3), (60, 3), (59, 1), (30, 1)])
+@pytest.mark.parametrize(("width", "lines"), [(119, 7), (99, 7), (98, 3), (59, 3), (58, 1), (30, 1)])
 def test_height_follows_the_width(make_events: MakeEvents, width: int, lines: int) -> None:
-    """Everything (after a blank line), three lines, or one."""
+    """Everything (after a blank line) on a terminal of 100 columns, three lines on one of 60, or one."""
     assert len(live_lines(in_training(make_events), width, 0.0, UNICODE)) == lines
 
 
