@@ -237,6 +237,29 @@ def test_refreshing_thread_draws_by_itself_and_ends(make_events: MakeEvents) -> 
     assert not any(thread.name == "hiresvis-live" for thread in threading.enumerate())
 
 
+def test_area_can_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was taken off the screen: one thread, the cursor hidden, standard error above it; and all given back at the end."""
+    console, output = console_of(80)
+    monkeypatch.setattr(sys, "stderr", console.file)
+    drawn = threading.Semaphore(0)
+
+    def draw(columns: int, rows: int) -> list[Text]:
+        drawn.release()
+        return [Text("live")]
+
+    area = LiveArea(console, draw, pytest.fail, 0.01)
+    for _ in range(2):
+        area.start()
+        print("told", file=sys.stderr)
+        for _ in range(5):
+            assert drawn.acquire(timeout=10)
+        assert sum(thread.name == "hiresvis-live" for thread in threading.enumerate()) == 1
+        assert output().rfind(HIDE) > output().rfind(SHOW)
+        area.stop()
+        assert sys.stderr is console.file
+    assert screen(output()) == ["told", "told", ""]
+
+
 def test_failing_drawing_in_the_thread_ends_the_view_alone(caplog: pytest.LogCaptureFixture) -> None:
     """An error while refreshing is kept and told once; the cursor is shown again and later events are no error."""
     console, output = console_of(120)

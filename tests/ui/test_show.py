@@ -264,7 +264,7 @@ def any_event() -> st.SearchStrategy[Event]:
     return st.one_of(kinds).map(from_json)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(any_event(), min_size=1, max_size=12), st.sampled_from(["rich", "plain", "json"]), st.sampled_from([120, 80, 50, 7]))
 def test_no_event_breaks_a_view(tmp_path_factory: pytest.TempPathFactory, events: list[Event], ui: Ui, columns: int) -> None:
     """Any events of the right types in any order are shown: a stranger's file, or one joined in the middle."""
