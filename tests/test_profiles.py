@@ -60,6 +60,7 @@ OTHER = {
     "lora_rank": 8,
     "ema": True,
     "groups": "0.75 True True",
+    "resize": "64x64 96x96",
     "mask_loss": "dice",
     "label_smoothing": 0.1,
 }
