@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from hiresvis import __version__
-from hiresvis.command import ending, flat, path_errors, print_json, print_report, say, whole_file, write_predictions
+from hiresvis.command import ask, ending, flat, path_errors, print_json, print_report, say, whole_file, write_predictions
 from hiresvis.errors import DataError, EnvironmentFailed
 
 MOST_COLUMNS = 100  # longer lines of text are hard to read
@@ -294,6 +294,29 @@ def show(
 
         if standing := show_run(run, follow=follow, ui=ui.value, stream=sys.stdout):
             say(standing)
+
+
+@app.command(epilog="Example: hiresvis new data/boards train.epochs=5")
+def new(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A folder of images, or a manifest.", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The recipe to write; recipe.yaml here.", show_default=False)] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take every proposal.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a recipe that is there.")] = False,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="For training on this card, not here.", show_default=False)] = None,
+) -> None:
+    """Look at the data and the machine, and write a recipe with the reason for each line.
+
+    In a terminal the image size, the model, and what is to be learnt where that is not clear are asked, each with its proposal. Nothing is
+    written into the data folder unless --out says so.
+    """
+    with ending():
+        from hiresvis.new import new as write_new
+
+        can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+        if not (yes or can_ask):
+            say("not a terminal: every proposal is taken, as with --yes")
+        print_report(write_new(data, out, overrides or (), gpu=gpu, force=force, ask=None if yes or not can_ask else ask, say=say), False)
 
 
 @app.command(epilog="Example: hiresvis schema > hiresvis.schema.json")

@@ -78,6 +78,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def ask(question: str, proposed: str) -> str:
+    """A question on standard error, and its answer; what is proposed where nothing is typed."""
+    return str(typer.prompt(question, default=proposed, err=True))
+
+
 def print_json(value: Any) -> None:
     from hiresvis.run.files import json_text
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import psutil
 import torch
@@ -19,7 +21,7 @@ from hiresvis.backbone.trace import trace_costs
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Datasets
 from hiresvis.data.transforms import Pipeline
-from hiresvis.device import block_bytes, budget
+from hiresvis.device import AUTOCAST_DTYPES, block_bytes, budget, pick_device
 from hiresvis.errors import RecipeError
 from hiresvis.memory.budget import Budget
 from hiresvis.memory.cards import Card, find_card
@@ -31,6 +33,7 @@ from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.settle import complete, key_of, limits_of, settle_costs
 from hiresvis.train import metrics
 from hiresvis.train.mask_losses import MaskLoss
+from hiresvis.train.pace import time_units
 
 _HOST_SHARE = 0.5  # of the host's free memory; the loader's workers need the rest
 
@@ -183,6 +186,29 @@ def trace_by(key: ProfileKey, model: nn.Module, make_optimizer: Callable[[nn.Mod
         loss=_traced_loss(key),
     )
     return profile
+
+
+@dataclass(frozen=True, slots=True)
+class _Bare:
+    """A model without data or loss, as the device runs it."""
+
+    model: nn.Module
+    device: torch.device
+    precision: str
+
+    def predict(self, images: torch.Tensor) -> Any:
+        dtype = AUTOCAST_DTYPES[self.precision]
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
+            return self.model(images)
+
+
+def time_here(loaded: LoadedRecipe, profile: MemoryProfile, *, classes: Sequence[str], channels: int, norm: str) -> dict[int, float]:
+    """Seconds of each unit's forward of one image on this device, by its index, of the recipe's model with random weights."""
+    built = assemble.build_model(loaded, num_classes=len(classes), channels=channels, with_weights=False)
+    model = assemble.freeze_parts(loaded, Resolution(loaded), built, norm=norm).model.eval()
+    device = pick_device()
+    images = torch.rand(1, channels, *loaded.recipe.model.image_size, generator=torch.Generator().manual_seed(0)).to(device)
+    return time_units(_Bare(model.to(device), device, profile.precision), [unit.modules for unit in profile.units], images)
 
 
 def _traced_loss(key: ProfileKey) -> TracedLoss | None:

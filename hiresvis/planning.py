@@ -54,14 +54,17 @@ class _Target:
     timed_as: str | None = None
 
 
-def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = None, price: float | None = None) -> PlanReport:
-    """Predicts and plans; of the images, only headers are read, and nothing is run.
+def plan(
+    loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = None, price: float | None = None, measure: bool = False
+) -> PlanReport:
+    """Predicts and plans; of the images, only headers are read, and nothing is run unless that is asked for.
 
     Args:
         gpu: a card's name; None: this machine.
         budget: instead of the recipe's, as a recipe writes it: 24GiB, 90%, auto. With a card, the recipe's budget (which is this
             machine's) does not count: without one here it is 95% of the card's memory.
         price: of the device per hour.
+        measure: where no rates of this device are known, time a few forwards on it (not kept: what `fit` measures is).
 
     Raises:
         RecipeError: an unknown card, a budget that is none, or a model that cannot be planned.
@@ -74,6 +77,10 @@ def plan(loaded: LoadedRecipe, *, gpu: str | None = None, budget: str | None = N
     costs, key = _costs(loaded, resolution, listing, target, limits)
     rates = None if target.card is None else rates_of(target.card, target.precision)
     seconds = None if target.timed_as is None else profiles.read_seconds(key, target.timed_as)
+    if not seconds and rates is None and measure and target.timed_as is not None:
+        from hiresvis.costing import time_here
+
+        seconds = time_here(loaded, costs.profile, classes=listing.classes, channels=listing.channels, norm=costs.norm)
     if seconds:
         rates = measured_rates(costs.profile, seconds)
         limits = replace(limits, prices=priced_by(limits.prices, rates))

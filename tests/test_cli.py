@@ -41,7 +41,7 @@ def test_help_lists_the_commands_that_exist_and_no_others():
     """Commands of later releases are not offered."""
     done = hiresvis("--help")
     commands = re.findall(r"^  (\w+)  ", done.stdout.partition("Commands:")[2], flags=re.MULTILINE)
-    assert commands == ["fit", "plan", "check", "evaluate", "predict", "export", "report", "show", "schema", "models", "doctor"]
+    assert commands == ["fit", "plan", "check", "evaluate", "predict", "export", "report", "show", "new", "schema", "models", "doctor"]
     assert done.returncode == 0
 
 

@@ -246,18 +246,16 @@ def hub_file(name: str, cfg: Any) -> Path | None:
         if not cfg.url:
             raise _refused(f"timm has no weights for {name}; choose pretrained: false, a file, or another model")
         return None
-    repo, _, revision = cfg.hf_hub_id.partition("@")
-    files = [cfg.hf_hub_filename] if cfg.hf_hub_filename else ["model.safetensors", "pytorch_model.bin"]
-    for file in files:
-        if isinstance(cached := try_to_load_from_cache(repo, file, revision=revision or None), str):
-            return Path(cached)
+    repo, revision, files = _of_hub(cfg)
+    if (cached := _cached(cfg)) is not None:
+        return cached
     if constants.HF_HUB_OFFLINE:
         raise _unreachable(name, f"HF_HUB_OFFLINE is set and {repo} is not in the cache")
     if (silence := _no_answer(constants.ENDPOINT, _HUB_WAIT_S)) is not None:
         raise _unreachable(name, f"{constants.ENDPOINT} does not answer: {silence}")
     for file in files:
         try:
-            return Path(hf_hub_download(repo, file, revision=revision or None))
+            return Path(hf_hub_download(repo, file, revision=revision))
         except EntryNotFoundError as error:
             # The client reports a lost connection as a kind of missing entry.
             if isinstance(error, LocalEntryNotFoundError) or file == files[-1]:
@@ -265,6 +263,37 @@ def hub_file(name: str, cfg: Any) -> Path | None:
         except Exception as error:  # httpx's, requests' or the system's errors, as the client's version has it
             raise _unreachable(name, first_line(error)) from error
     raise AssertionError("no file name tried")
+
+
+def _of_hub(cfg: Any) -> tuple[str, str | None, list[str]]:
+    """(repository, revision, the files that its weights may be in)."""
+    repo, _, revision = cfg.hf_hub_id.partition("@")
+    return repo, revision or None, [cfg.hf_hub_filename] if cfg.hf_hub_filename else ["model.safetensors", "pytorch_model.bin"]
+
+
+def _cached(cfg: Any) -> Path | None:
+    repo, revision, files = _of_hub(cfg)
+    found = (try_to_load_from_cache(repo, file, revision=revision) for file in files)
+    return next((Path(path) for path in found if isinstance(path, str)), None)
+
+
+def in_cache(cfg: Any) -> bool:
+    """Whether a model's weights are on this machine already."""
+    return bool(cfg.hf_hub_id) and _cached(cfg) is not None
+
+
+def why_no_hub() -> str | None:
+    """Why timm's hub cannot be reached from here, or None; nothing is downloaded."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    silence = _no_answer(constants.ENDPOINT, _HUB_WAIT_S)
+    return None if silence is None else f"{constants.ENDPOINT} does not answer: {silence}"
+
+
+def package_for(name: str) -> str | None:
+    """An installed package that ships weights for a model, as `package:NAME` wants it."""
+    known = (module for module, package in PACKAGES.items() if package.architecture == name.partition(".")[0])
+    return next((module for module in known if importlib.util.find_spec(module) is not None), None)
 
 
 @contextmanager

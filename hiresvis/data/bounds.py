@@ -56,11 +56,16 @@ class Bounds:
             inside = (inside and part != "..") or os.path.join(real, "").startswith(self._starts)
         return inside
 
+    @property
+    def outside(self) -> str | None:
+        """The folder that would hold all files that leave; None: none does."""
+        return os.path.commonpath([*map(os.path.realpath, self._left)]) if self._left else None
+
     def problems(self) -> Iterator[Problem]:
         """One for all rows that leave, with the folder that would hold them."""
-        if self._left:
+        if (least := self.outside) is not None:
             place, file = self._first
-            number, least = sum(self._left.values()), os.path.commonpath([*map(os.path.realpath, self._left)])
+            number = sum(self._left.values())
             yield Problem(
                 f"{number} {'path leaves' if number == 1 else 'paths leave'} {' and '.join(self._folders)}, the first: {file}. "
                 f"If this table may name files there, say so: data.root: {least} (--root {least} for the table of evaluate --data)",

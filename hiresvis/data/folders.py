@@ -19,7 +19,12 @@ SYSTEM_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$re
 PAIR_FOLDERS = ("images", "masks")
 CLASS_FILE = "classes.txt"
 MAX_PROBLEMS = 20
-SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
+SPLIT_WORDS: Mapping[str, str] = {
+    "train": "train", "training": "train",
+    "val": "val", "valid": "val", "validation": "val", "dev": "val",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+"""How folders and tables call the splits, in lower case."""
 
 
 # A class, the classes that apply, or numbers, as the source names them; None: not known.
@@ -60,6 +65,38 @@ def is_image_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_EXTENSIONS
 
 
+def list_folder(folder: Path) -> list[tuple[str, bool]]:
+    """(name, is a folder) of everything in a folder, sorted, ignored names included.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with os.scandir(folder) as found:
+            return sorted((entry.name, entry.is_dir()) for entry in found)
+    except OSError as error:
+        raise DataError([Problem(f"cannot be listed: {error.strerror}", str(folder))]) from error
+
+
+def first_image(folder: Path) -> str | None:
+    """The relative name of an image at any depth; None: there is none.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    return next(_Walk(folder).images(folder, ""), None)
+
+
+def count_files(folder: Path) -> tuple[int, Counter[str]]:
+    """(images, other files by extension) at any depth.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    walk = _Walk(folder)
+    return sum(1 for _ in walk.images(folder, "")), walk.skipped
+
+
 def scan_class_folders(root: Path) -> Scan:
     """Every image below `root/<class>/`, at any depth, sorted by relative path.
 
@@ -73,7 +110,7 @@ def scan_class_folders(root: Path) -> Scan:
     if not folders:
         found = f"{len(loose)} images and no folder" if loose else "nothing to read"
         raise DataError([Problem(f"no class folders: found {found}; expected {root.name}/<class>/<image>, or a csv manifest", str(root))])
-    if len(folders) > 1 and {name.lower() for name in folders} <= SPLIT_NAMES:
+    if len(folders) > 1 and {name.lower() for name in folders} <= SPLIT_WORDS.keys():
         raise DataError(
             [Problem(f"its folders are splits, not classes: {', '.join(folders)}; name one of them, as in {root / folders[0]}", str(root))]
         )
@@ -171,11 +208,7 @@ class _Walk:
         Raises:
             DataError: the folder cannot be read.
         """
-        try:
-            with os.scandir(folder) as found:
-                listing = sorted((entry.name, entry.is_dir()) for entry in found)
-        except OSError as error:
-            raise DataError([Problem(f"cannot be listed: {error.strerror}", str(folder))]) from error
+        listing = list_folder(folder)
         self.ignored += [f"{prefix}{name}{'/' if is_folder else ''}" for name, is_folder in listing if is_ignored(name)]
         return [(name, is_folder) for name, is_folder in listing if not is_ignored(name)]
 

@@ -25,7 +25,7 @@ _LARGEST = 1e30  # of a target: squares and float32 hold it, and what is larger 
 _SHOWN = 20  # names in a message
 MOST_MASK_CLASSES = 255  # of one byte, whose last value is no class
 MISSING_TEXTS = ("", "nan", "<na>")  # of a cell that has no value, in lower case
-_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
 class LabelReader:
@@ -97,7 +97,7 @@ class LabelReader:
 
     @staticmethod
     def _flag(cell: str | None, column: str, problems: list[str]) -> bool:
-        flag = None if cell is None else _FLAGS.get(cell.lower())
+        flag = None if cell is None else FLAGS.get(cell.lower())
         if flag is None:
             problems.append(f"{cell_text(cell)} in column {column!r} is not 0 or 1")
         return bool(flag)
@@ -212,7 +212,7 @@ def refuse_flags_as_names(scan: Scan, train: Path, column: str | Sequence[str]) 
         DataError: so it is.
     """
     labels = Counter(entry.label for entry in scan.entries)
-    if not isinstance(column, str) or not all(len(names := names_in(label)) == 1 and names[0].lower() in _FLAGS for label in labels):
+    if not isinstance(column, str) or not all(len(names := names_in(label)) == 1 and names[0].lower() in FLAGS for label in labels):
         return
     counts = " and ".join(f"{names_in(label)[0]} in {number}" for label, number in sorted(labels.items(), key=lambda item: str(item[0])))
     classes = ", ".join(sorted(f'"{names_in(label)[0]}"' for label in labels))

@@ -11,19 +11,13 @@ from contextlib import closing
 from pathlib import Path
 
 from hiresvis.data.bounds import Bounds
-from hiresvis.data.folders import Entry, Label, Scan
+from hiresvis.data.folders import SPLIT_WORDS, Entry, Label, Scan
 from hiresvis.data.labels import MISSING_TEXTS, LabelReader, cell_text
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
 from hiresvis.data.tables import csv_rows, parquet_rows
 from hiresvis.errors import Problem
 
 MANIFEST_SUFFIXES = (".csv", ".tsv", ".parquet")
-_SPLITS = {
-    "train": "train", "training": "train",
-    "val": "val", "valid": "val", "validation": "val", "dev": "val",
-    "test": "test", "testing": "test",
-}  # fmt: skip
-
 _MANY = 5  # missing files: it is the table, or where it lies, rather than a file
 
 
@@ -111,7 +105,7 @@ class _Rows:
         if self._region is not None:
             region = self._region_of(cells, said)
         if self._split is not None:
-            split = _SPLITS.get((cells[self._split] or "").lower())
+            split = SPLIT_WORDS.get((cells[self._split] or "").lower())
             if split is None:
                 said.append(f"{cell_text(cells[self._split])} in column {self._named['split']!r} is not train, val or test")
         if inside and not said:

@@ -316,10 +316,7 @@ class _Reader:
     look_for_files: bool
 
     def read(self, source: Path, split_column: str | None) -> Scan:
-        if not source.exists():
-            near = difflib.get_close_matches(source.name, _siblings(source), n=1)
-            hint = f"; did you mean {source.parent / near[0]}?" if near else ""
-            raise DataError([Problem(f"does not exist{hint}", str(source))])
+        refuse_missing(source)
         if source.is_dir():
             if self.task not in ("classify", "segment"):
                 raise DataError(
@@ -370,6 +367,18 @@ def _read_sources(
         except DataError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     return scans, problems
+
+
+def refuse_missing(source: Path) -> None:
+    """A source that is not there.
+
+    Raises:
+        DataError: so it is, with the name beside it that comes nearest.
+    """
+    if not source.exists():
+        near = difflib.get_close_matches(source.name, _siblings(source), n=1)
+        hint = f"; did you mean {source.parent / near[0]}?" if near else ""
+        raise DataError([Problem(f"does not exist{hint}", str(source))])
 
 
 def _siblings(source: Path) -> list[str]:

@@ -1,9 +1,10 @@
-"""Settings left to `auto` that the images themselves decide: number of channels and number range."""
+"""What the images themselves decide, by a sample of their headers and values: channels and number range, and what `new` tells of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,6 +100,35 @@ def most_pixels(samples: Sequence[Sample], max_pixels: int) -> int:
         return max(header.width * header.height for _, header in _headers(samples, max_pixels))
     except DataError:
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the headers of some images say.
+
+    Attributes:
+        sizes: (height, width) of each as shown; of a region its own.
+        formats: JPEG, PNG, ...: how many.
+        bits: per sample: how many.
+        num_refused: that could not be read.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    formats: Mapping[str, int]
+    bits: Mapping[int, int]
+    num_refused: int
+
+
+def look_at(samples: Sequence[Sample], max_pixels: int) -> Look:
+    """Up to 64 images spread over the samples; no pixel is decoded.
+
+    Raises:
+        DataError: none of them can be read.
+    """
+    found = _headers(samples, max_pixels)
+    sizes = tuple(header.shown_size if sample.region is None else sample.region.size for sample, header in found)
+    formats, bits = Counter(header.format for _, header in found), Counter(header.bits for _, header in found)
+    return Look(sizes, formats, bits, min(NUM_HEADERS, len(samples)) - len(found))
 
 
 def _headers(samples: Sequence[Sample], max_pixels: int) -> list[tuple[Sample, Header]]:

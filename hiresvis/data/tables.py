@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import difflib
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,45 @@ def csv_rows(source: Path, columns: Sequence[tuple[str, str]], problems: list[Pr
         else:
             yield f"{table}:{line}", [values[position].strip() for position in positions]
     if header is None:
-        raise DataError([Problem("is empty; its first line names the columns, and each other one is an image", str(source))])
+        raise DataError([_empty(source)])
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first rows of a table.
+
+    Attributes:
+        columns: their names, stripped, in order.
+        rows: cells by column, stripped; None: null. Rows of another length than the header's are left out.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | None, ...], ...]
+
+
+def read_head(source: Path, limit: int) -> Head:
+    """The columns of a table and at most `limit` rows, to see what the columns are.
+
+    Raises:
+        DataError: it is no table, has no header, or one that names a column twice.
+        MissingExtra: it is a parquet table, and pyarrow is not installed.
+    """
+    if source.suffix.lower() == ".parquet":
+        head = _parquet_head(source, limit)
+    else:
+        lines = [values for _, values in islice(_csv_lines(source), limit + 1)]
+        if not lines:
+            raise DataError([_empty(source)])
+        names = tuple(name.strip() for name in lines[0])
+        head = Head(names, tuple(tuple(cell.strip() for cell in values) for values in lines[1:] if len(values) == len(names)))
+    twice = [name for name, count in Counter(head.columns).items() if count > 1]
+    if twice:
+        raise DataError([Problem(f"column {twice[0]!r} is there twice; give each its own name", f"{source.name}:1")])
+    return head
+
+
+def _empty(source: Path) -> Problem:
+    return Problem("is empty; its first line names the columns, and each other one is an image", str(source))
 
 
 def _csv_lines(source: Path) -> Iterator[tuple[int, list[str]]]:
@@ -86,6 +127,34 @@ def parquet_rows(
     Args:
         lists: columns that may hold lists of names.
     """
+    with _parquet_table(source) as table:
+        header = table.schema_arrow.names
+        names = [header[position] for position in _find_columns(source.name, header, columns)]
+        number = 0
+        for batch in table.iter_batches(batch_size=16384, columns=names):
+            found = [_values(batch.column(name)) for name in names]
+            for values in zip(*found, strict=True):
+                number += 1
+                place, cells, said = f"{source.name}:row {number}", list[str | None](), list[str]()
+                for value, (_, name) in zip(values, columns, strict=True):
+                    try:
+                        cells.append(_cell(value, is_list=name in lists))
+                    except ValueError as error:
+                        said.append(f"column {name!r} {error}")
+                if said:
+                    problems += [Problem(text, place) for text in said]
+                else:
+                    yield place, cells
+
+
+@contextmanager
+def _parquet_table(source: Path) -> Iterator[Any]:
+    """The open table.
+
+    Raises:
+        DataError: it is none.
+        MissingExtra: pyarrow is not installed.
+    """
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -93,25 +162,25 @@ def parquet_rows(
         raise MissingExtra(f"{source}: parquet needs pyarrow: pip install 'hiresvis[parquet]'; or save the table as .csv") from error
     try:
         with parquet.ParquetFile(source) as table:
-            header = table.schema_arrow.names
-            names = [header[position] for position in _find_columns(source.name, header, columns)]
-            number = 0
-            for batch in table.iter_batches(batch_size=16384, columns=names):
-                found = [_values(batch.column(name)) for name in names]
-                for values in zip(*found, strict=True):
-                    number += 1
-                    place, cells, said = f"{source.name}:row {number}", list[str | None](), list[str]()
-                    for value, (_, name) in zip(values, columns, strict=True):
-                        try:
-                            cells.append(_cell(value, is_list=name in lists))
-                        except ValueError as error:
-                            said.append(f"column {name!r} {error}")
-                    if said:
-                        problems += [Problem(text, place) for text in said]
-                    else:
-                        yield place, cells
+            yield table
     except (arrow.ArrowException, OSError) as error:
         raise DataError([Problem(f"is not a parquet table: {' '.join(str(error).split())}", str(source))]) from error
+
+
+def _parquet_head(source: Path, limit: int) -> Head:
+    with _parquet_table(source) as table:
+        names = tuple(name.strip() for name in table.schema_arrow.names)
+        batch = next(table.iter_batches(batch_size=limit), None)
+        columns = [] if batch is None else [[_told(value) for value in _values(column)] for column in batch.columns]
+    return Head(names, tuple(zip(*columns, strict=True)))
+
+
+def _told(value: Any) -> str | None:
+    """A cell to look at; what no column may hold is an empty text."""
+    try:
+        return _cell(value, is_list=True)
+    except ValueError:
+        return ""
 
 
 def _values(column: Any) -> list[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hiresvis.recipe.load import LoadedRecipe, load_recipe
+from hiresvis.recipe.load import LoadedRecipe, load_recipe, parse_recipe
 from hiresvis.recipe.resolve import Entry, Resolution
 from hiresvis.recipe.schema import Recipe, recipe_json_schema
 
-__all__ = ["Entry", "LoadedRecipe", "Recipe", "Resolution", "load_recipe", "recipe_json_schema"]
+__all__ = ["Entry", "LoadedRecipe", "Recipe", "Resolution", "load_recipe", "parse_recipe", "recipe_json_schema"]

@@ -84,8 +84,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     Raises:
         RecipeError: with every problem found, in file order, then by override.
     """
+    return parse_recipe(_read(Path(path)), path, overrides)
+
+
+def parse_recipe(text: str, path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """As `load_recipe`, of a text that is to stand in the file `path`, which need not be there yet.
+
+    Raises:
+        RecipeError: with every problem found.
+    """
     path = Path(path)
-    text = _read(path)
     document = yamltext.parse(text, lambda line, column: Place(f"{path}:{line}:{column}", (0, line, column)))
     findings = list(document.findings)
     root = document.root

@@ -82,7 +82,7 @@ class Resolution:
                     open_sections = [*open_sections[:depth], section]
             open_sections = open_sections[: len(sections)]
             why = f": {entry.why}" if entry.why else ""
-            lines.append(f"{'  ' * len(sections)}{name}: {_yaml(entry.value)}  # {entry.origin}{why}")
+            lines.append(f"{'  ' * len(sections)}{name}: {flow_text(entry.value)}  # {entry.origin}{why}")
         return "\n".join(lines) + "\n"
 
     def _entry(self, key: str, value: Any) -> Entry:
@@ -133,16 +133,16 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _yaml(value: Any) -> str:
+def flow_text(value: Any) -> str:
     """A value in flow style that reads back as the same value.
 
-    >>> _yaml([1e-05, "on", "a: b", None, True, "010"])
+    >>> flow_text([1e-05, "on", "a: b", None, True, "010"])
     '[1e-05, on, "a: b", null, true, "010"]'
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_yaml(str(key))}: {_yaml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{flow_text(str(key))}: {flow_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_yaml(item) for item in value) + "]"
+        return "[" + ", ".join(flow_text(item) for item in value) + "]"
     if isinstance(value, str):
         return _quoted(value)
     if value is None or isinstance(value, bool):

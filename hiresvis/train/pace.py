@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from hiresvis.train.step import TrainStep
+from torch import nn
 
 REPEATS = 3
 MOST_SECONDS = 5.0  # of all repeats together
 
 
+class Predicts(Protocol):
+    """A model on its device, and how it is run without gradients; a `TrainStep` is one."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def predict(self, images: torch.Tensor, /) -> Any: ...
+
+
 def time_units(
-    step: TrainStep, unit_modules: Sequence[tuple[str, ...]], images: torch.Tensor, *, clock: Callable[[], float] = time.perf_counter
+    step: Predicts, unit_modules: Sequence[tuple[str, ...]], images: torch.Tensor, *, clock: Callable[[], float] = time.perf_counter
 ) -> dict[int, float]:
     """Seconds of one image's forward by the unit's index: the least of a few runs after one that warms up.
 
@@ -24,7 +35,7 @@ def time_units(
 
     Args:
         unit_modules: of each unit, the modules that are called one after another; empty: it is not timed.
-        images: (b, h, w, c) as the loader gives them.
+        images: as `predict` takes them; of a `TrainStep` (b, h, w, c) as the loader gives them.
     """
     on_gpu = step.device.type == "cuda"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hiresvis.recipe import Recipe, Resolution, load_recipe, yamltext
 from hiresvis.recipe.quantities import dump_duration, dump_share, dump_size
-from hiresvis.recipe.resolve import _yaml
+from hiresvis.recipe.resolve import flow_text
 from hiresvis.recipe.schema import kind_of
 from hiresvis.units import parse_duration, parse_size
 
@@ -93,7 +93,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(a
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_any_value_reads_back_as_itself(value):
     """Whatever is written in flow style, odd characters included, is read back equal and of the same kind."""
-    document = yamltext.parse(f"- {_yaml(value)}  # why\n", lambda line, column: yamltext.Place(""))
+    document = yamltext.parse(f"- {flow_text(value)}  # why\n", lambda line, column: yamltext.Place(""))
     assert document.findings == []
     assert document.root.plain() == [value]
 
