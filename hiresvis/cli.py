@@ -349,7 +349,11 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this machine has and lacks, and three steps with and without a plan, bit for bit."""
+    """What this machine has and lacks, steps with and without a plan, bit for bit, and a small run.
+
+    --verify MODEL proves plans on a model of timm, and does nothing else. Exit code 6 where something that every run needs does not work.
+    --json: failed, and findings with subject, text, mend and failed.
+    """
     with ending():
         from hiresvis.doctor import doctor as run_doctor
 

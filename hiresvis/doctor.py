@@ -1,4 +1,4 @@
-"""`hiresvis doctor`: what this machine has, what is missing and how to get it, and whether plans hold here.
+"""`hiresvis doctor`: what this machine has, what is missing and how to get it, whether plans hold here, and a whole run in small.
 
 A plan is proved on a model by real steps: with it and without it, bit for bit. The plans tried are the ones of the least
 memory and one in between, so that every tier that the model has room for is run.
@@ -6,45 +6,29 @@ memory and one in between, so that every tier that the model has room for is run
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
 
-from hiresvis import __version__, profiles
 from hiresvis.backbone.build import build_backbone, weights_config
 from hiresvis.backbone.trace import trace_costs
-from hiresvis.costing import card_of
-from hiresvis.data.workers import shared_memory_free_bytes
-from hiresvis.device import capacity, pick_device
+from hiresvis.device import pick_device
 from hiresvis.errors import HiresvisError, Problem, RecipeError
-from hiresvis.memory.budget import num_cores
+from hiresvis.machine import Finding, machine
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import store_all
 from hiresvis.memory.search import Candidate, Limits, Planner
+from hiresvis.rehearsal import rehearse
 from hiresvis.units import format_size
 from hiresvis.verify import verify_plan
 
+_TRUE_SHARE = 0.02  # by which a plan's live tensors may miss; within 1% on all that was tried
 SELF_TEST = "test_resnet"  # timm's smallest with batch statistics
 _PLANNED = 64  # images that plans are made for, so that activations rule; two of them are run
 _CLASSES = 4
-_REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+)[^;]*(?:;.*extra\s*==\s*['\"]([\w-]+)['\"])?")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was looked at, what was found, and what to do where it is not well."""
-
-    subject: str
-    text: str
-    mend: str = ""
-    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,75 +70,29 @@ def doctor(*, verify: str | None = None, image_size: int | None = None, progress
     """
     if verify is not None:
         return Diagnosis(tuple(_proofs(verify, image_size, progress)))
-    found = [_software(), *_packages(), _device(), *_folders()]
+    found = [*machine()]
     found += _proofs(SELF_TEST, image_size, progress)
+    found += _rehearsed(progress)
     return Diagnosis(tuple(found))
 
 
-def _software() -> Finding:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Finding("hiresvis", f"{__version__}, Python {platform.python_version()}, {system}")
-
-
-def _packages() -> Iterator[Finding]:
-    """What the installation asks for and has, and the extras that are not there."""
-    extras: dict[str, list[str]] = {}
-    own: list[str] = []
-    missing: list[str] = []
-    for requirement in metadata.requires("hiresvis") or ():
-        match = _REQUIREMENT.match(requirement)
-        assert match is not None
-        name, extra = match[1], match[2]
-        version = _version(name)
-        if extra is None:
-            (own if version else missing).append(f"{name} {version}" if version else name)
-        elif version is None:
-            extras.setdefault(extra, []).append(name)
-    yield Finding("packages", ", ".join(own))
-    if missing:
-        yield Finding("packages", f"missing: {', '.join(missing)}", "pip install hiresvis brings them", failed=True)
-    for extra, names in sorted(extras.items()):
-        if extra not in ("dev", "bench"):
-            yield Finding(f"extra {extra}", f"not there: {', '.join(names)}", f"pip install 'hiresvis[{extra}]'")
-
-
-def _version(name: str) -> str | None:
+def _rehearsed(progress: Callable[[str], None]) -> Iterator[Finding]:
+    """A small run, and how far the plan was from what was measured in it."""
+    progress("a whole run in small: drawing images, planning, training, evaluating")
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _device() -> Finding:
-    device = pick_device()
-    total, others = capacity(device)
-    memory = f"{format_size(total - others)} free of {format_size(total)}"
-    if device.type == "cpu":
-        built = "" if torch.version.cuda is None else f"; torch was built for CUDA {torch.version.cuda} and finds no GPU"
-        return Finding("device", f"CPU, {num_cores()} cores, {memory}{built}")
-    card = card_of(device)
-    known = "rates known" if card else "no rates known: images/s are measured, not estimated"
-    half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return Finding("device", f"{torch.cuda.get_device_name(device)}, {memory}, {half}; {known}")
-
-
-def _folders() -> Iterator[Finding]:
-    folder = profiles.cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".doctor-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        yield Finding(
-            "cache", f"{folder} cannot be written ({error.strerror}): costs are traced at every plan", f"set {profiles.CACHE_FOLDER}"
-        )
-    else:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        yield Finding("cache", f"{folder}, {len(files)} files, {format_size(sum(path.stat().st_size for path in files))}")
-    free = shared_memory_free_bytes()
-    if free is not None:
-        yield Finding("shared memory", f"{format_size(free)} free, for the loader's workers")
+        found = rehearse()
+    except HiresvisError as error:
+        yield Finding("small run", str(error), "please report it with these lines, where they do not say what to do", failed=True)
+        return
+    text = f"{found.num_steps} steps of {found.micro_batch} images on {found.device}: {found.images_per_second:.3g} images/s"
+    yield Finding("small run", f"{text}, {found.waiting:.0%} of it waiting for images; {found.seconds:.0f} s in all, report included")
+    if found.predicted_counted_bytes and found.counted_bytes:
+        off = found.counted_bytes / found.predicted_counted_bytes - 1
+        predicted, counted = format_size(found.predicted_counted_bytes), format_size(found.counted_bytes)
+        peaks = f"{format_size(found.predicted_peak_bytes)} predicted, {format_size(found.measured_peak_bytes)} measured, reserve included"
+        text = f"live tensors at the peak {predicted} predicted, {counted} counted ({off:+.1%}); in all {peaks}"
+        mend = f"above the {_TRUE_SHARE:.0%} that plans are held to: please report it with these lines" if abs(off) > _TRUE_SHARE else ""
+        yield Finding("planner", text, mend, failed=bool(mend))
 
 
 def _proofs(name: str, image_size: int | None, progress: Callable[[str], None]) -> Iterator[Finding]:

@@ -24,8 +24,10 @@ FLOORS = {
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
     **dict.fromkeys(("costing", "api", "trained", "own_data"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
+    **dict.fromkeys(("machine",), 7),
     **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
-    **dict.fromkeys(("doctor", "new"), 9),  # what is made of other commands
+    **dict.fromkeys(("rehearsal", "new"), 9),  # what is made of other commands
+    **dict.fromkeys(("doctor",), 10),
 }
 COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "new")
 # Library -> the parts that may import it. Others may import what they like.
