@@ -1,6 +1,7 @@
 """`hiresvis export`: a run's best weights for use elsewhere, the preprocessing contract beside them, and proof that they compute the same.
 
-    --to safetensors    model.safetensors and config.json, in timm's own layout; built again by timm alone and compared bit for bit
+    --to safetensors    model.safetensors and config.json, in timm's own layout, and a model card; built again by timm alone and compared
+                        bit for bit
     --to onnx           model.onnx; run by onnxruntime on validation images and compared with torch
 
 Weights are fp32 whatever the run's precision, and no plan is part of them. A folder takes its name when it is whole and compared.
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hiresvis import __version__
 from hiresvis.backbone.portable import CONFIG, WEIGHTS, rebuild, timm_config
+from hiresvis.card import CARD, model_card
 from hiresvis.data.decode import probe
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample
@@ -34,7 +36,7 @@ from hiresvis.trained import Trained, open_run
 from hiresvis.units import format_size
 
 CONTRACT, ONNX = "contract.json", "model.onnx"
-_OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, ONNX, f"{ONNX}.data"})
+_OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, CARD, ONNX, f"{ONNX}.data"})
 _COMPARED, _BATCH = 16, 2  # images of val, spread over it, and how many at a time
 
 
@@ -116,6 +118,7 @@ def export(
             facts = _write_onnx(trained, samples, stage, pixels, say)
         else:
             facts = _write_safetensors(trained, samples, stage, say)
+            (stage / CARD).write_text(model_card(run, trained), encoding="utf-8")
         files = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
     return Exported(str(out), files, facts)
 

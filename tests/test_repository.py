@@ -25,6 +25,7 @@ FLOORS = {
     **dict.fromkeys(("costing", "api", "trained", "own_data"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
     **dict.fromkeys(("machine",), 7),
+    **dict.fromkeys(("card",), 7),
     **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
     **dict.fromkeys(("rehearsal", "new"), 9),  # what is made of other commands
     **dict.fromkeys(("doctor",), 10),

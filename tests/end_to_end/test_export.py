@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import timm
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -66,11 +68,41 @@ def test_the_five_lines_of_the_readme_build_the_model_again(trained, tmp_path):
     assert json.loads(done.stdout) == pytest.approx(scores, abs=1e-6)
 
 
+def test_timm_loads_the_folder_by_its_name(trained, tmp_path):
+    """`local-dir:`, as the model card has it: the same bits as the run's model, and the contract's size, mean and std in timm's words."""
+    assert trained("export", trained.path(""), "--to", "safetensors", "--out", tmp_path / "exported").code == 0
+    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
+    own = open_run(trained.path(""))
+    images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(images), own.backbone.model(images))
+    wanted = timm.data.resolve_model_data_config(model)
+    assert (wanted["input_size"], tuple(wanted["mean"]), tuple(wanted["std"])) == ((3, 96, 96), own.contract.mean, own.contract.std)
+
+
+def test_the_model_card_is_read_by_the_hub_and_by_people(trained, tmp_path):
+    """The hub's own reader finds library, task and every result; below stand the classes, the way to load it and each interval."""
+    assert trained("export", trained.path(""), "--to", "safetensors", "--out", tmp_path / "exported").code == 0
+    card = ModelCard.load(tmp_path / "exported" / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == ("timm", "image-classification", None)
+    results = trained.events("run_finished")[-1]["results"]
+    found = {(result.dataset_split, result.metric_type): result.metric_value for result in card.data.eval_results}
+    for split in ("val", "test"):
+        assert found[split, "accuracy"] == results[split]["accuracy"]
+        low, high = results[split]["intervals"]["accuracy"]
+        assert f"{results[split]['accuracy']:.4g} ({low:.3f}-{high:.3f})" in card.text
+    assert "in this order: `defect`, `ok`" in card.text
+    assert "local-dir:FOLDER" in card.text
+    assert f"{results['test']['images']} images are few" in card.text
+    _, code = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    assert code == readme_lines().replace("exported/", "")
+
+
 def test_the_weights_file_alone_tells_how_to_use_it(trained):
     """The default place is in the run; the file can be read by others than its owner, and its header has all of both JSON files."""
     assert trained("export", trained.path(""), "--to", "safetensors").code == 0
     folder = trained.path("export/safetensors")
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "contract.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "contract.json", "model.safetensors"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     with safe_open(folder / "model.safetensors", "pt") as file:
         metadata = file.metadata()
