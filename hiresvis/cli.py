@@ -261,6 +261,8 @@ def export(
     to: Annotated[Format, typer.Option("--to", help="Weights for timm, or a graph for onnxruntime.", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to make; RUN/export/FORMAT.", show_default=False)] = None,
     pixels: Annotated[Pixels, typer.Option(help="What the ONNX graph takes: bytes, or 0 to 1.")] = Pixels.auto,
+    with_preprocessing: Annotated[bool, typer.Option("--with-preprocessing", help="The ONNX graph takes any size and resizes.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="A second ONNX graph of 8-bit weights, compared with the first.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an export that is there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -268,7 +270,9 @@ def export(
     with ending():
         from hiresvis.export import export as run_export
 
-        found = run_export(run, to=to.value, out=out, pixels=pixels.value, force=force, say=say)
+        found = run_export(
+            run, to=to.value, out=out, pixels=pixels.value, with_preprocessing=with_preprocessing, int8=int8, force=force, say=say
+        )
         print_report(found, as_json)
 
 

@@ -2,7 +2,8 @@
 
     --to safetensors    model.safetensors and config.json, in timm's own layout, and a model card; built again by timm alone and compared
                         bit for bit
-    --to onnx           model.onnx; run by onnxruntime on validation images and compared with torch
+    --to onnx           model.onnx; run by onnxruntime on validation images and compared with torch; on request with the contract's resizing
+                        in it, and beside it a copy of 8-bit weights
 
 Weights are fp32 whatever the run's precision, and no plan is part of them. A folder takes its name when it is whole and compared.
 """
@@ -11,33 +12,37 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hiresvis import __version__
 from hiresvis.backbone.portable import CONFIG, WEIGHTS, rebuild, timm_config
 from hiresvis.card import CARD, model_card
+from hiresvis.data.contract import Contract, load_image
 from hiresvis.data.decode import probe
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample
 from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
-from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_onnx
+from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_int8, write_onnx
+from hiresvis.onnx_pixels import BOUND_LEVELS, compare_pixels, raw_images, refuse_fit
 from hiresvis.own_data import own_datasets
 from hiresvis.run.files import json_text, reason, sync
 from hiresvis.train.snapshot import save_weights
 from hiresvis.trained import Trained, open_run
 from hiresvis.units import format_size
 
-CONTRACT, ONNX = "contract.json", "model.onnx"
-_OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, CARD, ONNX, f"{ONNX}.data"})
-_COMPARED, _BATCH = 16, 2  # images of val, spread over it, and how many at a time
+CONTRACT, ONNX, INT8 = "contract.json", "model.onnx", "model.int8.onnx"
+_OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, CARD, ONNX, INT8, f"{ONNX}.data"})
+_COMPARED, _BATCH = 20, 2  # images of val, spread over it, and how many at a time
+_COMPARED_INT8 = 200  # images on which 8 bits are compared: a changed class is rare
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class Exported:
         if model := self.facts.get("model"):
             told.append(("model", ", ".join(f"{key} {value}" for key, value in model.items())))
         if taken := self.facts.get("input"):
-            told.append(("input", f"{taken['name']} {_shape(taken['shape'])} {taken['dtype']} ({taken['why']}); normalised by the graph"))
+            what = "resized and normalised" if "preprocessing" in self.facts else "normalised"
+            told.append(("input", f"{taken['name']} {_shape(taken['shape'])} {taken['dtype']} ({taken['why']}); {what} by the graph"))
             told += [("output", f"{name} {_shape(shape)}") for name, shape in self.facts["outputs"].items()]
             told.append(("graph", f"opset {self.facts['opset']}, by torch's {self.facts['exporter']} exporter"))
         compared = self.facts["compared"]
@@ -74,11 +80,27 @@ class Exported:
             text += f"same class on {compared['same_class']}" if "same_class" in compared else "values in the targets' own units"
         else:
             text += "equal bit for bit"
-        return [f"{name:8}  {line}" for name, line in (*told, ("compared", text))]
+        told.append(("compared", text))
+        if pixels := self.facts.get("preprocessing"):
+            text = f"{pixels['images']} whole images: pixels differ from training's by {pixels['largest_level']} of 255 at most, "
+            text += f"{pixels['share']:.2%} of them at all; scores from predict's by up to {pixels['scores']:.2g}"
+            told.append(("resizing", text + (f", same class on {pixels['same_class']}" if "same_class" in pixels else "")))
+        if small := self.facts.get("int8"):
+            text = f"{small['images']} images: scores differ from fp32's by up to {small['largest']:.2g}, {small['mean']:.2g} in the mean"
+            told.append(("int8", text + (f"; {small['changed']} predictions changed" if "changed" in small else "")))
+        return [f"{name:8}  {line}" for name, line in told]
 
 
 def export(
-    run: Path, *, to: str, out: Path | None = None, pixels: str = "auto", force: bool = False, say: Callable[[str], None] = lambda _: None
+    run: Path,
+    *,
+    to: str,
+    out: Path | None = None,
+    pixels: str = "auto",
+    with_preprocessing: bool = False,
+    int8: bool = False,
+    force: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Exported:
     """Writes the export of a run.
 
@@ -88,11 +110,13 @@ def export(
         out: the folder to make; RUN/export/<to> where None.
         pixels: what the ONNX graph takes: "uint8", "float32" (0 to 1), or "auto": bytes, unless the contract has a number range or
             images of val have more than 8 bits.
+        with_preprocessing: the graph takes bytes of any size and resizes them by the contract.
+        int8: a second graph beside the first, of 8-bit weights.
         force: replace an export that is there.
         say: told what takes time before it starts, and what was not as it should be.
 
     Raises:
-        RecipeError: bytes are asked for, and the contract has a number range.
+        RecipeError: bytes are asked for, and the contract has a number range; or a graph cannot do what the contract asks for.
         RunFolderError: no run, one without weights, or something at `out` already.
         MissingExtra: --to onnx without its packages.
         EnvironmentFailed: the disk.
@@ -100,6 +124,8 @@ def export(
     """
     if to == "onnx":
         need_onnx()
+    elif with_preprocessing or int8:
+        raise RecipeError("--with-preprocessing and --int8 are of a graph, and weights for timm are none; give --to onnx")
     trained = open_run(run)
     if trained.contract.task == "segment":
         raise RecipeError(
@@ -115,7 +141,7 @@ def export(
         contract = json_text(trained.contract.to_json(), indent=2) + "\n"
         (stage / CONTRACT).write_text(contract, encoding="utf-8")
         if to == "onnx":
-            facts = _write_onnx(trained, samples, stage, pixels, say)
+            facts = _write_onnx(trained, samples, stage, pixels, say, with_preprocessing=with_preprocessing, int8=int8)
         else:
             facts = _write_safetensors(trained, samples, stage, say)
             (stage / CARD).write_text(model_card(run, trained), encoding="utf-8")
@@ -149,11 +175,30 @@ def _write_safetensors(trained: Trained, samples: list[Sample], stage: Path, say
     }
 
 
-def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: str, say: Callable[[str], None]) -> dict[str, Any]:
+def _write_onnx(
+    trained: Trained,
+    samples: list[Sample],
+    stage: Path,
+    pixels: str,
+    say: Callable[[str], None],
+    *,
+    with_preprocessing: bool,
+    int8: bool,
+) -> dict[str, Any]:
     contract = trained.contract
     dtype, why = _pixel_type(trained, samples) if pixels == "auto" else (pixels, "given")
-    batches, source = _batches(trained, samples, dtype, say)
     shape = ["batch", *contract.image_size, contract.channels]
+    raw: list[tuple[Sample, np.ndarray]] = []
+    if with_preprocessing:
+        refuse_fit(contract, dtype)
+        shape = ["batch", "height", "width", contract.channels]
+        raw = list(raw_images(_spread(samples, _COMPARED), contract))
+        batches, source = _whole(array for _, array in raw), "val"
+        if not raw:
+            source = "random pixels"
+            batches = [torch.randint(0, 256, (_BATCH, *(side + 17 for side in contract.image_size), contract.channels), dtype=torch.uint8)]
+    else:
+        batches, source = _batches(trained, samples, dtype, say)
     facts = {
         "input": {"name": INPUT, "shape": shape, "dtype": dtype, "why": why},
         "outputs": {name: ["batch", len(contract.classes)] for name in OUTPUTS},
@@ -163,7 +208,10 @@ def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: st
     metadata = {"contract": contract.to_json(), "model": trained.backbone.name, "hiresvis": __version__, **facts}
     texts = {key: value if isinstance(value, str) else json_text(value) for key, value in metadata.items()}
     say(f"exporting {trained.backbone.name} and comparing it on {sum(map(len, batches))} images")
-    found = write_onnx(Graph(trained.backbone.model, contract).eval(), batches, stage / ONNX, texts)
+    graph = Graph(trained.backbone.model, contract, fits=with_preprocessing).eval()
+    if raw:
+        facts["preprocessing"] = _preprocessing(graph, raw, contract)
+    found = write_onnx(graph, batches, stage / ONNX, texts)
     compared = {
         "with": "torch on the CPU, fp32",
         "images": found.num_images,
@@ -172,7 +220,51 @@ def _write_onnx(trained: Trained, samples: list[Sample], stage: Path, pixels: st
         "bound": dict(found.bounds),
         **({} if contract.task == "regress" else {"same_class": found.num_agreeing}),
     }
+    if int8:
+        many = batches
+        if raw:
+            many = _whole(array for _, array in raw_images(_spread(samples, _COMPARED_INT8), contract))
+        elif samples:
+            many = _batches(trained, samples, dtype, say, _COMPARED_INT8)[0]
+        small = write_int8(stage / ONNX, stage / INT8, many, contract)
+        changed = {} if contract.task == "regress" else {"changed": small.num_changed}
+        facts["int8"] = {"images": small.num_images, "largest": small.largest, "mean": small.mean, **changed}
     return {**facts, "exporter": found.exporter, "compared": compared}
+
+
+def _whole(raw: Iterable[np.ndarray]) -> list[Tensor]:
+    """Images of their own sizes, each a batch; the first twice, since a batch of one tells an exporter nothing."""
+    batches = [torch.from_numpy(array)[None] for array in raw]
+    return [batches[0].repeat(_BATCH, 1, 1, 1), *batches[1:]] if batches else []
+
+
+def _preprocessing(graph: Graph, raw: Sequence[tuple[Sample, np.ndarray]], contract: Contract) -> dict[str, Any]:
+    """How far the graph's own resizing is from training's: in pixels of the same decoded images, and in the scores that predict gives,
+    which decodes large JPEGs at a part of their size.
+
+    Raises:
+        HiresvisError: in a pixel by more than the bound.
+    """
+    assert graph.fit is not None
+    pixels = compare_pixels(graph.fit, [array for _, array in raw], contract)
+    if pixels.largest > BOUND_LEVELS:
+        raise HiresvisError(
+            f"--with-preprocessing: the graph's resizing differs from training's by {pixels.largest} of 255, above {BOUND_LEVELS} "
+            f"({pixels.share:.2%} of values differ); export without it, and make the pixels as contract.json says"
+        )
+    plain, preprocess = Graph(graph.model, contract).eval(), contract.preprocess()
+    largest, agreeing = 0.0, 0
+    for sample, array in raw:
+        read = load_image(sample.path, preprocess, max_pixels=contract.max_pixels, region=sample.region)
+        with torch.no_grad():
+            mine, theirs = (one(torch.from_numpy(value)[None])[1] for one, value in ((graph, array), (plain, read)))
+        largest, agreeing = max(largest, float((mine - theirs).abs().max())), agreeing + int(mine.argmax() == theirs.argmax())
+    same = {"same_class": agreeing} if contract.task == "classify" else {}
+    return {"images": len(raw), "largest_level": pixels.largest, "share": pixels.share, "scores": largest, **same}
+
+
+def _spread(samples: list[Sample], most: int) -> list[Sample]:
+    return [samples[position * len(samples) // most] for position in range(most)] if len(samples) > most else samples
 
 
 def _val_samples(run: Path, trained: Trained, say: Callable[[str], None]) -> list[Sample]:
@@ -198,13 +290,14 @@ def _pixel_type(trained: Trained, samples: list[Sample]) -> tuple[str, str]:
     return "uint8", f"all {len(samples)} images of val have 8 bits" if samples else "the contract takes bytes as they are"
 
 
-def _batches(trained: Trained, samples: list[Sample], dtype: str, say: Callable[[str], None]) -> tuple[list[Tensor], str]:
+def _batches(
+    trained: Trained, samples: list[Sample], dtype: str, say: Callable[[str], None], most: int = _COMPARED
+) -> tuple[list[Tensor], str]:
     """Pixels to compare on, the first batch of two or more: images of val spread over it, or random ones."""
     contract = trained.contract
-    chosen = [samples[position * len(samples) // _COMPARED] for position in range(_COMPARED)] if len(samples) > _COMPARED else samples
-    loader = EvalLoader.by(contract, chosen, batch=_BATCH, bad_images="skip")
+    loader = EvalLoader.by(contract, _spread(samples, most), batch=_BATCH, bad_images="skip")
     # of images in windows the first will do: there can be hundreds of an image
-    found = [_as_type(item.images, dtype) for item in islice(loader, _COMPARED // _BATCH) if item.indices]
+    found = [_as_type(item.images, dtype) for item in islice(loader, most // _BATCH) if item.indices]
     loader.close()
     if not found:
         if samples:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.errors import HiresvisError, MissingExtra, first_line
+from hiresvis.onnx_pixels import FitPixels
 from hiresvis.train.metrics import THRESHOLD
 from hiresvis.trained import scores
 
@@ -67,15 +68,19 @@ class Graph(nn.Module):
     Args:
         model: in eval mode, on the CPU, fp32.
         contract: its mean and std, and how outputs are read.
+        fits: the graph resizes by itself: it takes bytes of any height and width, whole and upright.
     """
 
-    def __init__(self, model: nn.Module, contract: Contract) -> None:
+    def __init__(self, model: nn.Module, contract: Contract, *, fits: bool = False) -> None:
         super().__init__()
         self.model, self.contract = model, contract
+        self.fit = FitPixels(contract) if fits else None
+        self.dynamic = {0: "batch", 1: "height", 2: "width"} if fits else {0: "batch"}
         self._prepare = make_prepare(contract, torch.device("cpu"), channels_last=False)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(self._prepare(pixels))
+        fitted = pixels if self.fit is None else self.fit(pixels) / 255
+        logits = self.model(self._prepare(fitted))
         return logits, scores(logits, self.contract).to(logits.dtype)
 
 
@@ -148,6 +153,55 @@ def compare(graph: Graph, batches: Sequence[Tensor], path: Path, exporter: str) 
     return Comparison(exporter, sum(len(pixels) for pixels in batches), differences, bounds, num_agreeing)
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Comparison:
+    """The graph of 8-bit weights against the one that it was made of.
+
+    Attributes:
+        largest, mean: difference of a score.
+        num_changed: images of which the two say something else.
+    """
+
+    num_images: int
+    largest: float
+    mean: float
+    num_changed: int
+
+
+def write_int8(path: Path, small: Path, batches: Sequence[Tensor], contract: Contract) -> Int8Comparison:
+    """Writes a graph whose weights are 8-bit whole numbers and whose activations become such as they come (dynamic quantisation).
+
+    Args:
+        path: of a graph that `write_onnx` made; small: of the file to write.
+        batches: of what the graph takes, to compare on.
+
+    Raises:
+        HiresvisError: onnxruntime cannot quantise or run it, or its scores are no numbers.
+    """
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    try:
+        with _quiet():
+            quantize_dynamic(
+                path, small, weight_type=QuantType.QUInt8
+            )  # signed weights take the convolutions of this runtime twice as long
+        sessions = [onnxruntime.InferenceSession(str(one), providers=["CPUExecutionProvider"]) for one in (path, small)]
+        found = [[session.run(["scores"], {INPUT: pixels.numpy()})[0] for pixels in batches] for session in sessions]
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the runtime raises anything for what it does not take
+        raise HiresvisError(
+            f"--int8: onnxruntime {onnxruntime.__version__} makes no graph of 8 bits that it can run: {_root(error)}"
+        ) from error
+    full, whole = (np.concatenate(parts) for parts in found)
+    away = np.abs(full - whole)
+    if not np.isfinite(away).all():
+        raise HiresvisError("--int8: the graph of 8 bits gives scores that are no numbers; export without it")
+    changed = (_said(full, contract) != _said(whole, contract)).any(axis=1)
+    return Int8Comparison(len(full), float(away.max()), float(away.mean()), int(changed.sum()))
+
+
 def _said(scores: np.ndarray, contract: Contract) -> np.ndarray:
     """(n, _) what the scores say of each image."""
     if contract.task == "classify":
@@ -164,7 +218,7 @@ def _by_dynamo(graph: Graph, pixels: Tensor, path: Path) -> None:
         opset_version=OPSET,
         input_names=[INPUT],
         output_names=list(OUTPUTS),
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamic_shapes=({axis: torch.export.Dim(name) for axis, name in graph.dynamic.items()},),
         external_data=_num_bytes(graph) > _ONE_FILE_BYTES,  # in one file a protobuf would be too large
         verbose=False,
     )
@@ -179,7 +233,7 @@ def _by_torchscript(graph: Graph, pixels: Tensor, path: Path) -> None:
         opset_version=OPSET,
         input_names=[INPUT],
         output_names=list(OUTPUTS),
-        dynamic_axes={name: {0: "batch"} for name in (INPUT, *OUTPUTS)},
+        dynamic_axes={INPUT: graph.dynamic, **{name: {0: "batch"} for name in OUTPUTS}},
     )
 
 
@@ -208,7 +262,7 @@ def _rewrite(made: Path, path: Path, metadata: Mapping[str, str], *, apart: bool
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Exporters advise their own developers, in warnings and log lines; what comes of it is measured here."""
-    loggers = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "onnxscript", "onnx_ir"))}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import timm
 import torch
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -255,4 +257,46 @@ def test_no_run_and_a_run_without_weights_are_told(trained, tmp_path):
     done = trained("export", run, "--to", "safetensors", "--out", tmp_path / "out")
     assert done.code == 6
     assert "no best weights yet" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_graph_with_the_resizing_in_it_gives_what_predict_gives(trained, tmp_path):
+    """Whole files decoded by Pillow, 256 px, straight into onnxruntime: predict's scores but for roundings, and the report says how far."""
+    done = trained("export", trained.path(""), "--to", "onnx", "--out", tmp_path / "out", "--with-preprocessing", "--int8", "--json")
+    assert done.code == 0, done.err
+    assert done.json["input"]["shape"] == ["batch", "height", "width", 3]
+    told = done.json["preprocessing"]
+    assert (told["images"], told["same_class"]) == (8, 8)
+    assert told["largest_level"] <= 1
+    assert told["share"] < 0.05
+    images = sorted((trained.data / "test").rglob("*.jpg"))[:3]
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+    rows = list(csv.DictReader(trained("predict", trained.path(""), *images).out.splitlines()))
+    for image, row in zip(images, rows, strict=True):
+        with Image.open(image) as opened:
+            (scores,) = session.run(["scores"], {"pixels": np.asarray(opened.convert("RGB"))[None]})
+        wanted = [float(row[f"score_{name}"]) for name in done.json["classes"]]
+        assert scores[0] == pytest.approx(wanted, abs=max(0.02, 2 * told["scores"]))
+    small = done.json["int8"]
+    assert (small["images"], 0 <= small["changed"] <= 9) == (9, True)
+    assert 0 < small["mean"] <= small["largest"] < 1
+    assert done.json["files"]["model.int8.onnx"] < done.json["files"]["model.onnx"]
+    assert onnxruntime.InferenceSession(str(tmp_path / "out" / "model.int8.onnx")).get_inputs()[0].name == "pixels"
+
+
+@pytest.mark.parametrize("option", ["--with-preprocessing", "--int8"])
+def test_weights_for_timm_are_no_graph(trained, option):
+    """Exit 2 with the way on."""
+    done = trained("export", trained.path(""), "--to", "safetensors", option)
+    assert (done.code, done.out) == (2, "")
+    assert "give --to onnx" in done.err
+
+
+def test_windows_are_not_resized_by_a_graph(trained, tmp_path):
+    """Exit 2, and nothing is written."""
+    run = shutil.copytree(trained.path(""), tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    (run / "contract.json").write_text(json.dumps({**trained.read("contract.json"), "fit": "tile"}))
+    done = trained("export", run, "--to", "onnx", "--with-preprocessing", "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "reads images in windows (data.fit: tile)" in done.err
     assert not (tmp_path / "out").exists()
