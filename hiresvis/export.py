@@ -10,10 +10,9 @@ Weights are fp32 whatever the run's precision, and no plan is part of them. A fo
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,11 +29,12 @@ from hiresvis.data.contract import Contract, load_image
 from hiresvis.data.decode import probe
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample
-from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, RecipeError, RunFolderError
+from hiresvis.errors import DataError, HiresvisError, RecipeError
+from hiresvis.export_folder import whole_folder
 from hiresvis.onnx_graph import INPUT, OPSET, OUTPUTS, Graph, need_onnx, write_int8, write_onnx
 from hiresvis.onnx_pixels import BOUND_LEVELS, compare_pixels, raw_images, refuse_fit
 from hiresvis.own_data import own_datasets
-from hiresvis.run.files import json_text, reason, sync
+from hiresvis.run.files import json_text
 from hiresvis.train.snapshot import save_weights
 from hiresvis.trained import Trained, open_run
 from hiresvis.units import format_size
@@ -136,7 +136,7 @@ def export(
         low, high = trained.contract.scale.low, trained.contract.scale.high
         raise RecipeError(f"--pixels uint8: this run's images have a number range, {low:g} to {high:g}, which becomes 0 to 1; use float32")
     out = run / "export" / to if out is None else out
-    with _folder(out, force=force) as stage:
+    with whole_folder(out, ours=_OURS, force=force) as stage:
         samples = _val_samples(run, trained, say)
         contract = json_text(trained.contract.to_json(), indent=2) + "\n"
         (stage / CONTRACT).write_text(contract, encoding="utf-8")
@@ -315,59 +315,6 @@ def _as_type(images: Tensor, dtype: str) -> Tensor:
     if dtype == "uint8":
         return images if images.dtype == torch.uint8 else (images * 255).round().to(torch.uint8)
     return images.float() / 255 if images.dtype == torch.uint8 else images
-
-
-@contextmanager
-def _folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the work inside is done, and is gone when it fails.
-
-    Raises:
-        RunFolderError: something is at `out` that is not to be replaced.
-        EnvironmentFailed: it cannot be written.
-    """
-    _refuse_existing(out, force=force)
-    stage, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
-    made = [folder for folder in out.parents if not folder.exists()]
-    try:
-        with _blamed_on(out):
-            stage.mkdir(parents=True)
-        yield stage
-        with _blamed_on(out):
-            for path in (*stage.iterdir(), stage):
-                sync(path)
-            if out.exists():
-                os.replace(out, old)
-            os.replace(stage, out)
-            sync(out.parent)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        if old.exists() and not out.exists():
-            os.replace(old, out)
-        for folder in made:
-            with suppress(OSError):  # not empty: somebody else's
-                folder.rmdir()
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _refuse_existing(out: Path, *, force: bool) -> None:
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise RunFolderError(f"{out} is a file; give a folder to --out")
-    there = {path.name for path in out.iterdir()}
-    if strange := sorted(there - _OURS):
-        raise RunFolderError(f"{out} is there already and holds {strange[0]}, which no export made; give another folder to --out")
-    if there and not force:
-        raise RunFolderError(f"{out} holds an export already; give another folder to --out, or --force to replace it")
-
-
-@contextmanager
-def _blamed_on(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentFailed(f"{out}: not written ({reason(error)}); give another folder to --out") from error
 
 
 def _shape(sizes: list[Any]) -> str:

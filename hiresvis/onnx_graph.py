@@ -183,9 +183,7 @@ def write_int8(path: Path, small: Path, batches: Sequence[Tensor], contract: Con
 
     try:
         with _quiet():
-            quantize_dynamic(
-                path, small, weight_type=QuantType.QUInt8
-            )  # signed weights take the convolutions of this runtime twice as long
+            quantize_dynamic(path, small, weight_type=QuantType.QUInt8)  # convolutions take twice as long by signed weights
         sessions = [onnxruntime.InferenceSession(str(one), providers=["CPUExecutionProvider"]) for one in (path, small)]
         found = [[session.run(["scores"], {INPUT: pixels.numpy()})[0] for pixels in batches] for session in sessions]
     except (OSError, MemoryError):

@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
     **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
-    **dict.fromkeys(("machine", "card"), 7),
+    **dict.fromkeys(("machine", "card", "export_folder"), 7),
     **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
     **dict.fromkeys(("rehearsal", "new"), 9),  # what is made of other commands
     **dict.fromkeys(("doctor",), 10),

@@ -16,16 +16,16 @@ from typing import Any
 from hiresvis.data.layout import VAL_SHARE, Layout, look
 from hiresvis.data.sources import Datasets
 from hiresvis.data.survey import look_at
-from hiresvis.errors import DataError, Problem, RecipeError
+from hiresvis.errors import DataError, RecipeError
 from hiresvis.listing import read_datasets
+from hiresvis.new.given import Ask, answer, read_given, settled
 from hiresvis.new.images import balanced, counted, described, fitted, named_groups, sized_batch
 from hiresvis.new.model import ON_CPU, ON_GPU, Candidate, Choice, choose, has_gpu, px_text, weights_of
 from hiresvis.recipe import LoadedRecipe, Resolution, parse_recipe
 from hiresvis.recipe.draft import Line, draft
 from hiresvis.recipe.load import PATH_KEYS
-from hiresvis.recipe.schema import keys_of, kind_of
+from hiresvis.recipe.schema import kind_of
 from hiresvis.recipe.values import shown
-from hiresvis.recipe.yamltext import Place, parse
 from hiresvis.run.files import write_text
 
 DEFAULT = Path("recipe.yaml")
@@ -34,10 +34,6 @@ _MOST_PX = {True: 2048, False: 1024}  # of a proposed image's long side, with a 
 _EPOCHS = {True: 20, False: 10}
 _BATCH = {True: 16, False: 8}
 _SHARE = Line(VAL_SHARE, "held out of train: stratified, whole groups alone, the same images for the same seed")
-_COLUMNS = ("image", "label", "split", "group", "region")
-
-Ask = Callable[[str, str], str]
-"""A question and the proposed answer, to the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +90,11 @@ def new(
         DoesNotFit: no model fits.
         EnvironmentFailed: the recipe cannot be written.
     """
-    given = _given(overrides)
+    given = read_given(overrides)
     out = DEFAULT if chosen is None else chosen
     _refuse_place(out, source, force=force, chosen=chosen is not None)
     on_gpu = has_gpu(gpu)
-    layout = _pick(look(source, _wanted(given)), ask)
+    layout = _pick(look(source, settled(given)), ask)
     lines = _of_layout(layout, out, given)
     loaded, datasets, lines = _read(lines, layout, out, ask)
     look_found = look_at(datasets.train.samples, loaded.recipe.data.max_pixels)
@@ -123,41 +119,6 @@ def new(
         say(f"note: {note}")
     write_text(out, text)
     return Written(out, text, facts)
-
-
-def _given(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides as values by key, in a recipe's words.
-
-    Raises:
-        RecipeError: one is none; all of them that are not.
-    """
-    found: dict[str, Any] = {}
-    problems = []
-    for number, override in enumerate(overrides, start=1):
-        key, equals, text = (part.strip() for part in override.partition("="))
-        place = f"override {number} ({override})"
-        document = parse(text, lambda line, column, place=place: Place(place))  # type: ignore[misc]
-        if not equals or document.root is None or document.findings:
-            problems.append(Problem("not key=value; write train.epochs=5", place))
-            continue
-        value = document.root.plain()
-        try:
-            if key not in keys_of():
-                raise ValueError("is no key that holds a value; hiresvis schema lists them")
-            kind_of(key).parse(value)
-        except ValueError as error:
-            problems.append(Problem(str(error), place, key))
-        found[key] = value
-    if problems:
-        raise RecipeError(problems)
-    return found
-
-
-def _wanted(given: Mapping[str, Any]) -> dict[str, str | tuple[str, ...]]:
-    """What is settled of the task and the columns."""
-    found = {name: given[f"data.{name}"] for name in _COLUMNS if given.get(f"data.{name}") is not None}
-    wanted = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return wanted if "task" not in given else {**wanted, "task": given["task"]}
 
 
 def _refuse_place(out: Path, source: Path, *, force: bool, chosen: bool) -> None:
@@ -265,20 +226,8 @@ def _sized(given: Mapping[str, Any], proposed: Mapping[str, Line], ask: Ask | No
     size = lines.get("model.image_size")
     if ask is None or size is None:
         return lines
-    value, answered = _answer("image_size", "model.image_size", size.value, ask)
+    value, answered = answer("image_size", "model.image_size", size.value, ask)
     return {**lines, "model.image_size": Line(value, GIVEN)} if answered else lines
-
-
-def _answer(question: str, key: str, proposed: Any, ask: Ask) -> tuple[Any, bool]:
-    """(an answer that the key can hold, whether it is another than the proposal)."""
-    while True:
-        text = ask(question, shown(proposed))
-        if text == shown(proposed):
-            return proposed, False
-        try:
-            return _given([f"{key}={text}"])[key], True
-        except RecipeError as error:
-            question = f"{error.problems[0].message}. {key}"
 
 
 def _chosen(
@@ -306,7 +255,7 @@ def _chosen(
     if ask is None or wanted:
         return found
     say("\n".join(found.tried))
-    name, answered = _answer("model", "model.name", found.name, ask)
+    name, answered = answer("model", "model.name", found.name, ask)
     return choose(make, [Candidate(name, 0, GIVEN)], found.image_size, 0, may_shrink=False, gpu=gpu, say=say) if answered else found
 
 

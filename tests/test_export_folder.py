@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hiresvis import export as export_module
+from hiresvis import export_folder
 from hiresvis.errors import EnvironmentFailed, RunFolderError
+
+OURS = ("contract.json", "model.onnx.data")
 
 
 def fill(out: Path, text: str, *, force: bool = False) -> None:
-    with export_module._folder(out, force=force) as stage:
+    with export_folder.whole_folder(out, ours=OURS, force=force) as stage:
         assert stage.parent == out.parent
         (stage / "contract.json").write_text(text)
 
@@ -64,7 +66,7 @@ def test_work_that_fails_leaves_everything_as_it_was(tmp_path, there):
     before = names(tmp_path)
 
     def fail() -> None:
-        with export_module._folder(out, force=True) as stage:
+        with export_folder.whole_folder(out, ours=OURS, force=True) as stage:
             (stage / "contract.json").write_text("2")
             raise KeyboardInterrupt
 
@@ -77,7 +79,7 @@ def test_work_that_fails_leaves_everything_as_it_was(tmp_path, there):
 def test_a_move_that_fails_puts_the_former_export_back(tmp_path, monkeypatch):
     """The disk's error names the folder."""
     fill(tmp_path / "out", "1")
-    replace, calls = export_module.os.replace, []
+    replace, calls = export_folder.os.replace, []
 
     def refuse_second(source, target):
         calls.append(target)
@@ -85,7 +87,7 @@ def test_a_move_that_fails_puts_the_former_export_back(tmp_path, monkeypatch):
             raise OSError(errno.EACCES, "Permission denied")
         replace(source, target)
 
-    monkeypatch.setattr(export_module.os, "replace", refuse_second)
+    monkeypatch.setattr(export_folder.os, "replace", refuse_second)
     with pytest.raises(EnvironmentFailed, match=r"out: not written \(permission denied\)"):
         fill(tmp_path / "out", "2", force=True)
     assert names(tmp_path) == ["out", "out/contract.json"]
