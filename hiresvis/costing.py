@@ -208,7 +208,9 @@ def time_here(loaded: LoadedRecipe, profile: MemoryProfile, *, classes: Sequence
     model = assemble.freeze_parts(loaded, Resolution(loaded), built, norm=norm).model.eval()
     device = pick_device()
     images = torch.rand(1, channels, *loaded.recipe.model.image_size, generator=torch.Generator().manual_seed(0)).to(device)
-    return time_units(_Bare(model.to(device), device, profile.precision), [unit.modules for unit in profile.units], images)
+    bare = _Bare(model.to(device), device, profile.precision)
+    bare.predict(images)  # the first forward of a process chooses kernels, which can take longer than all others together
+    return time_units(bare, [unit.modules for unit in profile.units], images)
 
 
 def _traced_loss(key: ProfileKey) -> TracedLoss | None:

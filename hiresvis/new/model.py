@@ -173,4 +173,4 @@ def weights_of(name: str) -> Line:
     ways = (
         "where training has no hub either: a file of weights (.safetensors, .pth), package:NAME of one that ships them, or false (random)"
     )
-    return Line(True, f"timm's weights; when this was written {why}; {ways}")
+    return Line(True, f"timm's weights; no hub was reached when this was written ({why}); {ways}")
