@@ -66,7 +66,7 @@ class Means(torch.nn.Module):
         return torch.stack([images[:, 0].mean(dim=(1, 2)), images[:, 1, :24, :32].mean(dim=(1, 2))], dim=1)
 
 
-@pytest.mark.parametrize("fit", ["resize", "letterbox"])
+@pytest.mark.parametrize("fit", [pytest.param("resize", marks=pytest.mark.slow), "letterbox"])
 def test_one_graph_takes_images_of_any_size_in_any_batch(tmp_path, fit):
     """Sizes that it was not made with, square and not, alone and three at once."""
     contract = replace(CONTRACT, fit=fit)

@@ -260,7 +260,7 @@ def test_no_run_and_a_run_without_weights_are_told(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_graph_with_the_resizing_in_it_gives_what_predict_gives(trained, tmp_path):
+def test_a_graph_with_the_resizing_in_it_gives_what_predict_gives(trained, older_exporter, tmp_path):
     """Whole files decoded by Pillow, 256 px, straight into onnxruntime: predict's scores but for roundings, and the report says how far."""
     done = trained("export", trained.path(""), "--to", "onnx", "--out", tmp_path / "out", "--with-preprocessing", "--int8", "--json")
     assert done.code == 0, done.err

@@ -16,6 +16,7 @@ from PIL import Image
 from hiresvis import new as new_module
 from hiresvis.new.model import Candidate
 from hiresvis.recipe import load_recipe
+from hiresvis.recipe.draft import Line
 
 SMALL = ("model.name=test_resnet", "model.pretrained=false")  # the choice of a model has tests of its own
 
@@ -174,7 +175,7 @@ LAYOUTS: dict[Callable[[Path], Path], dict[str, object]] = {
 }
 
 
-SLOW = (pairs,)  # a model for masks takes seconds to trace
+SLOW = (pairs, flags, joined, numbers)  # another task is another model to trace, in seconds; test_layout has their readings
 
 
 @pytest.mark.parametrize(
@@ -363,9 +364,13 @@ def test_the_command_without_a_terminal_says_that_it_takes_what_it_proposes(work
     assert "not a terminal: every proposal is taken, as with --yes" in done.err
 
 
-def test_a_proposed_model_trains(workshop, tmp_path):
+@pytest.mark.parametrize("candidates", ["small", pytest.param("own", marks=pytest.mark.slow)])
+def test_a_proposed_model_trains(workshop, tmp_path, monkeypatch, candidates):
     """Nothing given but the length: model, weights, size and batch are `new`'s, the plan's figures stand in the recipe, and fit runs it."""
     source = tmp_path / "data"
+    if candidates == "small":  # in place of the list's models, whose first steps take seconds
+        monkeypatch.setattr(new_module, "ON_CPU", (Candidate("test_resnet", 0, "small"),))
+        monkeypatch.setattr(new_module, "weights_of", lambda name: Line(False, "random"))
     folders(source, {"a": 4, "b": 20})
     out = tmp_path / "r.yaml"
     done = workshop("new", source, "--yes", "--out", out, "train.epochs=1")
