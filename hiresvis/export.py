@@ -233,9 +233,14 @@ def _write_onnx(
 
 
 def _whole(raw: Iterable[np.ndarray]) -> list[Tensor]:
-    """Images of their own sizes, each a batch; the first twice, since a batch of one tells an exporter nothing."""
+    """Images of their own sizes, each a batch but for the first: two of one size, since a batch of one tells an exporter nothing. Where no
+    other has the first one's size it stands there twice."""
     batches = [torch.from_numpy(array)[None] for array in raw]
-    return [batches[0].repeat(_BATCH, 1, 1, 1), *batches[1:]] if batches else []
+    if not batches:
+        return []
+    first, *others = batches
+    mate = next((number for number, other in enumerate(others) if other.shape == first.shape), None)
+    return [torch.cat([first, first if mate is None else others.pop(mate)]), *others]
 
 
 def _preprocessing(graph: Graph, raw: Sequence[tuple[Sample, np.ndarray]], contract: Contract) -> dict[str, Any]:
