@@ -7,7 +7,6 @@ Exit codes: 0; 1 a fault of ours; 2 recipe or command line; 3 data; 4 does not f
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import signal
@@ -20,8 +19,8 @@ from typing import Annotated
 import typer
 
 from hiresvis import __version__
-from hiresvis.command import ask, ending, flat, path_errors, print_json, print_report, say, whole_file, write_predictions
-from hiresvis.errors import DataError, EnvironmentFailed
+from hiresvis.command import ask, deliver, ending, flat, print_json, print_report, rows_as_json, say, whole_file
+from hiresvis.errors import EnvironmentFailed
 
 MOST_COLUMNS = 100  # longer lines of text are hard to read
 
@@ -67,6 +66,9 @@ Overrides = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that fit made.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Root = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where a .csv may name images besides its own folder.", show_default=False)
+]
 Flips = Annotated[bool, typer.Option("--flips", help="Each image seen mirrored as well: the mean of both outputs, twice the time.")]
 
 
@@ -228,31 +230,35 @@ def evaluate(
 @app.command(epilog="Example: hiresvis predict runs/lesions new/*.tif --out rows.csv")
 def predict(
     run: RunPath,
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Images, or folders of images.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here.", show_default=False)] = None,
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Images, folders, 'a/**/*.png', .csv, or -.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows here: .csv or .jsonl.", show_default=False)] = None,
+    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Task classify: the best N classes and scores besides.")] = 0,
     flips: Flips = False,
+    tile: Annotated[bool, typer.Option("--tile", help="Windows over all of each image; of a run of data.fit: crop, too.")] = False,
+    overlap: Annotated[
+        float | None, typer.Option(metavar="SHARE", min=0, max=0.9, help="Of neighbouring tiles; the run's.", show_default=False)
+    ] = None,
+    root: Root = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line instead of CSV.")] = False,
     masks: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task segment: a new folder for the masks; FILE_masks.", show_default=False)
     ] = None,
 ) -> None:
-    """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
+    """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3.
+
+    A .csv, .tsv or .parquet names images in the run's own columns; - reads paths from standard input, one a line or NUL-separated, and
+    rows come as they do. drift is an image's distance from the training images: above 1 it is farther than 99% of such images.
+
+    --json: path; label, score, scores and top (classify), labels and scores, values, or mask and shares; drift; error. null: not known.
+
+    Example: hiresvis predict runs/lesions 'scans/**/*.tif' --out predictions.csv
+    """
+    as_json = rows_as_json(out, as_json)
     with ending():
         from hiresvis.inference import predict as run_predict
 
-        found = run_predict(run, paths, flips=flips, masks=masks, beside=out)
-        for note in found.notes:
-            say(note)
-        if out is None:
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors=path_errors(as_json))
-            num_bad = write_predictions(found.columns, found.rows, sys.stdout, as_json)
-        else:
-            with whole_file(out, path_errors(as_json)) as stream:
-                num_bad = write_predictions(found.columns, found.rows, stream, as_json)
-            say(f"{found.num_images} images: {out}")
-        if num_bad:
-            raise DataError(f"{num_bad} of {found.num_images} images cannot be read; their rows give the reason as error")
+        options = {"flips": flips, "masks": masks, "top": top_k, "tile": tile, "overlap": overlap, "root": root}
+        deliver(run_predict(run, paths, beside=out, say=say, **options), out, as_json)
 
 
 @app.command(epilog="Example: hiresvis export runs/lesions --to onnx")

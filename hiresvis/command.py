@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import io
 import json
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -18,10 +19,11 @@ from typing import Any, Protocol, TextIO
 import typer
 
 from hiresvis import __version__
-from hiresvis.errors import EnvironmentFailed, HiresvisError, Interrupted
+from hiresvis.errors import DataError, EnvironmentFailed, HiresvisError, Interrupted
 
 # Of the system's errors, those that say something about the machine and not about this program.
 _ENVIRONMENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
+_JSON_LINES = (".jsonl", ".ndjson")
 
 
 @contextmanager
@@ -114,27 +116,95 @@ def path_errors(as_json: bool) -> str:
     return "backslashreplace" if as_json else "surrogateescape"
 
 
-def write_predictions(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], stream: _Rows, as_json: bool) -> int:
-    """One row an image, each flushed: CSV by the columns of the task, or JSON lines.
+def rows_as_json(out: Path | None, asked: bool) -> bool:
+    """Whether rows are JSON lines: as asked, or as the file's suffix says."""
+    suffix = "" if out is None else out.suffix.lower()
+    if suffix == ".json":
+        raise typer.BadParameter(f"{out}: rows are an object a line, which is called .jsonl", param_hint="--out")
+    if asked and suffix == ".csv":
+        raise typer.BadParameter(f"{out} is a table and --json asks for objects; give one of the two", param_hint="--out")
+    return asked or suffix in _JSON_LINES
+
+
+def deliver(found: Predictions, out: Path | None, as_json: bool) -> None:
+    """Writes the rows of `predict` to a file or to standard output, and tells people the rest.
+
+    Raises:
+        DataError: images that cannot be read; every row is written by then.
+    """
+    from hiresvis.ui.counter import counting
+
+    for note in found.notes:
+        say(note)
+    if out is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=path_errors(as_json))
+    silent = out is None and sys.stdout.isatty()  # the rows themselves show how far it is
+    with nullcontext() if silent else counting("predicted", sys.stderr) as progress:
+        rows = found.rows if progress is None else _counted(found.rows, found.num_images, progress)
+        if out is None:
+            num_rows, num_bad = write_predictions(found.columns, rows, sys.stdout, as_json)
+        else:
+            with whole_file(out, path_errors(as_json)) as stream:
+                num_rows, num_bad = write_predictions(found.columns, rows, stream, as_json)
+    if out is not None:
+        say(f"{num_rows} images: {out}")
+    for line in found.ending():
+        say(line)
+    if num_bad:
+        raise DataError(f"{num_bad} of {num_rows} images cannot be read; their rows give the reason as error")
+
+
+def _counted(
+    rows: Iterable[Mapping[str, Any]], total: int | None, progress: Callable[[int, int | None], None]
+) -> Iterator[Mapping[str, Any]]:
+    for done, row in enumerate(rows, start=1):
+        progress(done, total)
+        yield row
+
+
+def write_predictions(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], stream: _Rows, as_json: bool) -> tuple[int, int]:
+    """One row an image, each flushed: CSV by the columns of the task, or JSON lines. A table has its header even without a row.
 
     Returns:
-        how many could not be read.
+        how many rows there are, and how many images could not be read.
     """
     from hiresvis.predictions import table_row
     from hiresvis.run.files import json_text
 
     table = csv.DictWriter(stream, columns, lineterminator="\n")
-    num_bad = 0
-    for number, row in enumerate(rows):
+    num_rows, num_bad = 0, 0
+    for row in rows:
         num_bad += row["error"] is not None
-        if not (number or as_json):  # with the first row, so that a run that fails before it leaves nothing
+        if not (num_rows or as_json):  # with the first row, so that a run that fails before it leaves nothing
             table.writeheader()
+        num_rows += 1
         if as_json:
             stream.write(json_text(row) + "\n")
         else:
             table.writerow(table_row(row))
         stream.flush()
-    return num_bad
+    if not (num_rows or as_json):
+        table.writeheader()
+    return num_rows, num_bad
+
+
+class Predictions(Protocol):
+    """What `inference.predict` gives; by its shape, since this is on a lower floor and loads no torch."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_images(self) -> int | None: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def rows(self) -> Iterator[dict[str, Any]]: ...
+
+    @property
+    def ending(self) -> Callable[[], Iterator[str]]: ...
 
 
 class _Rows(Protocol):

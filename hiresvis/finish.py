@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file
 
 from hiresvis import assemble
@@ -18,7 +19,7 @@ from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Datasets, Sample
-from hiresvis.errors import EnvironmentFailed, Interrupted
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
 from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
 from hiresvis.recipe.schema import loss_of
@@ -26,13 +27,20 @@ from hiresvis.recipe.tasks import METRICS
 from hiresvis.results import split_result
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted
+from hiresvis.train.batches import fetch
 from hiresvis.train.calibration import fit_scores
-from hiresvis.train.evaluate import Evaluation
+from hiresvis.train.evaluate import Evaluation, eval_mode
+from hiresvis.train.features import Forward
 from hiresvis.train.relief import Relief, evaluation_in_room
 from hiresvis.train.snapshot import load_snapshot
 from hiresvis.train.step import TrainStep
 from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
+from hiresvis.training_statistics import STATISTICS, Described, Describer, size_of, summarise
+
+
+_DESCRIBED, _FEWEST_DESCRIBED, _FORWARDS = 1000, 64, 10  # inputs at most, and at least; a tenth of those that were trained on
+_FEWEST_IMAGES = 16
 
 
 def command(loaded: LoadedRecipe, name: str, *options: str) -> str:
@@ -85,6 +93,7 @@ class Finish:
             if relief.plan.eval_batch != first.eval_batch:
                 trainer.best_evaluation = None  # `evaluate` will repeat the digits of the batch that is left
             results = yield from self._best(trainer, relief)
+            yield from self._statistics(trainer, relief, event.epochs)
             finished = replace(
                 event,
                 time=0.0,
@@ -166,6 +175,46 @@ class Finish:
         self.folder.write_json("contract.json", contract.to_json())
         return contract
 
+    def _statistics(self, trainer: Trainer, relief: Relief, epochs: int) -> Iterator[Event]:
+        """What the training images look like to the best weights, for `predict` to hold others against. A run without it is finished all
+        the same."""
+        datasets, contract = self.parts.datasets, self.parts.contract
+        trained = len(datasets.train) * epochs
+        try:
+            described = []
+            for split, most in ((datasets.train, _DESCRIBED), (datasets.val, _DESCRIBED // 2)):
+                samples = _drawn(split.samples, min(most, max(_FEWEST_DESCRIBED, trained * most // (_FORWARDS * _DESCRIBED))))
+                described.append((samples, (yield from self._described(trainer, samples, relief))))
+            (samples, train), (_, held_out) = described
+            if len(train) < 2:
+                yield Notice(level="warning", text=f"{len(train)} training images could be described; predict will tell no drift")
+                return
+            sizes = [size_of(samples[index], contract) for index in train]
+            found = summarise([*train.values()], [*held_out.values()], sizes, contract)
+            self.folder.write_json(STATISTICS, found.to_json())
+        except (DataError, DoesNotFit, EnvironmentFailed) as error:
+            yield Notice(level="warning", text=f"no statistics of the training images ({error}); predict will tell no drift")
+
+    def _described(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, dict[int, Described]]:
+        """Images by their position, as many as forwards of so many inputs take; a stop is heeded after each batch."""
+        found, describer, inputs = dict[int, Described](), Describer(), 0
+        batch, on_gpu = relief.plan.eval_batch, self.step.device.type == "cuda"
+        options = {"workers": self.workers, "pin": on_gpu, "cache": self.cache, "bad_images": "skip", "with_truth": False}
+        loader = EvalLoader.by(self.parts.contract, samples, batch=batch, **options)
+        try:
+            with eval_mode(self.step.model), Forward(self.step, most=batch) as forward:
+                for item in fetch(loader):
+                    if item.indices:
+                        found.update(describer.add(item, forward(item.images)[1]))
+                    inputs += len(item.indices)
+                    if self.stop.requested:
+                        yield from self._interrupted(trainer)
+                    if inputs >= len(samples) and len(found) >= _FEWEST_IMAGES:  # of images in windows fewer do
+                        break
+        finally:
+            loader.close()
+        return found
+
     def _evaluation(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, Evaluation]:
         """One split by the best weights; a stop is heeded after each batch."""
         batch, on_gpu = relief.plan.eval_batch, self.step.device.type == "cuda"
@@ -210,6 +259,12 @@ class Finish:
             yield Notice(level="warning", text=f"the report was not written ({error}); try: hiresvis report {self.folder.root}")
             return
         yield Notice(level="info", text=f"report: {path}")
+
+
+def _drawn(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """So many of them, always the same, in a drawn order."""
+    order = np.random.default_rng(0).permutation(len(samples))
+    return [samples[int(index)] for index in order[:count]]
 
 
 def passed_over_notices(datasets: Datasets) -> Iterator[Notice]:

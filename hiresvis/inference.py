@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
 from hiresvis import assemble
 from hiresvis.data.cache import ImageCache
-from hiresvis.data.contract import Contract, examine
-from hiresvis.data.decode import open_image
+from hiresvis.data.contract import Contract
+from hiresvis.data.inputs import STANDARD_INPUT, Columns, Inputs, waves
 from hiresvis.data.loader import EvalLoader
-from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
-from hiresvis.device import pick_device
+from hiresvis.data.regions import Size
+from hiresvis.data.sources import Sample, load_dataset
+from hiresvis.device import capacity, in_use, pick_device
+from hiresvis.drift import Watch
 from hiresvis.errors import DataError, RecipeError
 from hiresvis.own_data import own_datasets
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
 from hiresvis.recipe import Resolution
 from hiresvis.results import split_result
+from hiresvis.run import RunDirectory
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
 from hiresvis.train.evaluate import evaluate as evaluate_split
+from hiresvis.train.features import Forward
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.mapping import MapJoin
 from hiresvis.train.step import TrainStep
 from hiresvis.trained import Trained, open_run, scores
+from hiresvis.training_statistics import Describer, TrainingStatistics, size_of
+from hiresvis.units import format_size
 
 _NOT_FINITE = "the run's weights give outputs that are not finite: training had diverged"
 _EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
+_BATCHES_AT_ONCE = 64  # of paths on standard input
+_SHARE_OF_FREE = 0.9
+_SAME_SCALE = 1.1  # images of train that are as large as the model's, but for so much
 
 
 def evaluate(run: Path, *, data: Path | None = None, root: Path | None = None, flips: bool = False) -> dict[str, Any]:
@@ -51,7 +62,7 @@ def evaluate(run: Path, *, data: Path | None = None, root: Path | None = None, f
         RunFolderError, DataError: the run or the data cannot be used.
     """
     trained = open_run(run)
-    contract, step = trained.contract, _make_step(trained)
+    contract, step = trained.contract, make_step(trained)
     if data is not None:
         columns = trained.loaded.recipe.data
         found = load_dataset(
@@ -81,46 +92,122 @@ class Predictions:
 
     Attributes:
         columns: of the rows as a table (see `predictions.table_row`).
-        num_images: rows that there will be.
+        num_images: rows that there will be; None: paths come on standard input.
         notes: lines for people: what was passed over or given twice, and files that cannot be read by their headers.
         rows: one for each image, in the order of the paths (folders sorted), as they are computed: path, what `predicted_row` gives for
-            the task, error. A file that cannot be read has its row, with the reason as error and None for the rest.
+            the task, drift (see `drift`; None where the run has no statistics), error. A file that cannot be read has its row, with the
+            reason as error and None for the rest.
+        ending: lines for people when all rows were taken.
     """
 
     columns: tuple[str, ...]
-    num_images: int
+    num_images: int | None
     notes: tuple[str, ...]
     rows: Iterator[dict[str, Any]]
+    ending: Callable[[], Iterator[str]]
 
 
-def predict(run: Path, paths: Sequence[Path], *, flips: bool = False, masks: Path | None = None, beside: Path | None = None) -> Predictions:
-    """What the best weights say of files and folders; each file once, at its first place.
+def predict(
+    run: Path,
+    paths: Sequence[str | Path],
+    *,
+    flips: bool = False,
+    masks: Path | None = None,
+    beside: Path | None = None,
+    top: int = 0,
+    tile: bool = False,
+    overlap: float | None = None,
+    root: Path | None = None,
+    stdin: BinaryIO | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Predictions:
+    """What the best weights say of files, folders, patterns (`data/**/*.png`) and the rows of manifests; each file once, at its first place.
 
     Args:
+        paths: a manifest (.csv, .tsv, .parquet) has the run's columns of paths and regions. `-` alone: paths come on `stdin`.
         flips: as in `evaluate`.
         masks: of a run of segment: the new folder that a mask of each image is written to.
         beside: the file that the rows will be in; without `masks` the folder is beside it.
+        top: of a run of classify: the best classes of each image, so many.
+        tile, overlap: windows over all of each image, and the share that neighbours have in common; None: the run's.
+        root: as in `evaluate`.
+        say: told what comes up on the way, such as memory that ran out.
 
     Raises:
         RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
-        RecipeError: masks are wanted of another task, or no folder is given for them.
+        RecipeError: what is wanted does not go with the run.
     """
     trained = open_run(run)
-    writer = _mask_writer(trained.contract, masks, beside)
-    found = load_unlabelled(paths)
-    samples = _each_once(found.samples)
-    bad = _bad_headers(samples, trained.contract)
-    notes = []
-    if found.skipped_extensions:
-        counts = ", ".join(f"{count} {extension}" for extension, count in sorted(found.skipped_extensions.items()))
-        notes.append(f"files passed over by extension: {counts}; name them one by one to have them read all the same")
-    if again := len(found.samples) - len(samples):
-        notes.append(f"{again} paths were given more than once; each file has one row")
-    notes += [f"{samples[index].title}  {reason}" for index, reason in list(bad.items())[:_EARLY_NAMED]]
-    if len(bad) > _EARLY_NAMED:
-        notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
-    columns = table_columns(trained.contract.task, trained.contract.classes)
-    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad, writer, flips=flips))
+    folder = RunDirectory.open(run)
+    statistics = TrainingStatistics.read(folder)
+    watch = None if statistics is None else Watch(statistics, trained.contract)
+    trained = replace(trained, contract=_tiled(trained.contract, statistics, tile=tile, overlap=overlap))
+    contract = trained.contract
+    if top and contract.task != "classify":
+        raise RecipeError(f"--top-k {top}: the best classes are what a run of task classify tells, and this one's task is {contract.task}")
+    if top > len(contract.classes):
+        raise RecipeError(f"--top-k {top} is above the {len(contract.classes)} classes of this run; give at most so many")
+    asked = [os.fspath(path) for path in paths]
+    if STANDARD_INPUT in asked and len(asked) > 1:
+        raise RecipeError(f"{STANDARD_INPUT} stands for paths on standard input and goes alone; put the other {len(asked) - 1} there too")
+    recipe = trained.loaded.recipe.data
+    allowed = trained.loaded.resolve_path(recipe.root) if root is None and recipe.root is not None else root
+    inputs = Inputs(Columns(recipe.image, recipe.region, allowed))
+    streamed = asked == [STANDARD_INPUT]
+    if not streamed:
+        inputs.add(asked)
+        if not inputs.samples:
+            raise DataError(f"no images in {', '.join(asked)}{inputs.skipped_text()}")
+    job = _Job(trained, _mask_writer(contract, masks, beside), watch, flips=flips, top=top, say=say)
+    columns = table_columns(contract.task, contract.classes, top=top)
+    again = shlex.join(["hiresvis", "evaluate", str(run), "--data", "LABELLED"])
+
+    def ending() -> Iterator[str]:
+        yield from _passed_over(inputs) if streamed else ()
+        yield from () if watch is None else watch.lines(again)
+
+    if streamed:
+        taken = map(inputs.take, waves(stdin or sys.stdin.buffer, _BATCHES_AT_ONCE * trained.eval_batch))
+        rows = (row for samples in taken if samples for row in _rows(job, samples, _look(samples, contract)))
+        return Predictions(columns, None, (), rows, ending)
+    samples = tuple(inputs.samples)
+    looked = _look(samples, contract)
+    notes = [*_passed_over(inputs), *(f"{samples[index].title}  {reason}" for index, reason in list(looked.bad.items())[:_EARLY_NAMED])]
+    if len(looked.bad) > _EARLY_NAMED:
+        notes.append(f"... and {len(looked.bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
+    return Predictions(columns, len(samples), tuple(notes), _rows(job, samples, looked), ending)
+
+
+def _passed_over(inputs: Inputs) -> Iterator[str]:
+    if inputs.skipped:
+        counts = ", ".join(f"{count} {extension}" for extension, count in sorted(inputs.skipped.items()))
+        yield f"files passed over by extension: {counts}; name them one by one to have them read all the same"
+    if inputs.num_again:
+        yield f"{inputs.num_again} paths were given more than once; each file has one row"
+
+
+def _tiled(contract: Contract, statistics: TrainingStatistics | None, *, tile: bool, overlap: float | None) -> Contract:
+    """The contract with windows over the whole image, where the model has been trained on images at that resolution.
+
+    Raises:
+        RecipeError: it has not, so that all things would be larger than it has ever seen them; or an overlap of no tiles.
+    """
+    if not tile and contract.fit != "tile":
+        if overlap is not None:
+            raise RecipeError(f"--overlap {overlap:g} is of tiles, and this run sees an image at once (data.fit: {contract.fit}); add --tile")
+        return contract
+    if contract.fit in ("resize", "letterbox"):
+        sizes = {} if statistics is None else statistics.sizes
+        ends = [(sizes.get(side) or [0.0, 0.0], size) for side, size in zip(("height", "width"), contract.image_size, strict=True)]
+        if not all(size / _SAME_SCALE <= found[0] <= found[-1] <= size * _SAME_SCALE for found, size in ends):
+            height, width = contract.image_size
+            shown = "" if statistics is None else " of " + " x ".join(f"{found[0]:g} to {found[-1]:g}" for found, _ in ends) + " px"
+            raise RecipeError(
+                f"--tile: this run was trained on whole images{shown}, brought to {height} x {width} px (data.fit: {contract.fit}). A tile at "
+                "full resolution shows everything in another size than it has ever seen, and no metric of the run would speak of that. "
+                "Train a run with data.fit: tile, or crop"
+            )
+    return replace(contract, fit="tile", overlap=contract.overlap if overlap is None else overlap)
 
 
 def _mask_writer(contract: Contract, folder: Path | None, beside: Path | None) -> MaskWriter | None:
@@ -135,7 +222,8 @@ def _mask_writer(contract: Contract, folder: Path | None, beside: Path | None) -
     return MaskWriter(open_folder(folder), contract.classes, contract.ignore_index)
 
 
-def _make_step(trained: Trained) -> TrainStep:
+def make_step(trained: Trained) -> TrainStep:
+    """The run's step, on the device at hand, in evaluation mode: nothing is trained with it."""
     loaded = trained.loaded
     trainable = assemble.freeze_parts(loaded, Resolution(loaded), trained.backbone, norm=trained.plan["norm"])
     step = assemble.make_step(loaded, trainable, trained.contract, trained.plan["precision"], pick_device())
@@ -159,45 +247,69 @@ def _make_loader(
     )
 
 
-def _each_once(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """Without those that name a file again, however they write its path; links count as files of their own."""
-    once: dict[str, Sample] = {}
-    for sample in samples:
-        once.setdefault(os.path.abspath(sample.path), sample)
-    return tuple(once.values())
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What headers say: sizes (height, width) by position, and of those that cannot be used the reason."""
+
+    sizes: Mapping[int, Size]
+    bad: Mapping[int, str]
 
 
-def _bad_headers(samples: Sequence[Sample], contract: Contract) -> dict[int, str]:
-    """Position and reason of the images that show in their headers that they cannot be used: known before minutes are spent."""
-    preprocess, bad = contract.preprocess(), {}
+def _look(samples: Sequence[Sample], contract: Contract) -> _Looked:
+    """Reads headers, so that most of what cannot be used is known before minutes are spent."""
+    sizes, bad = dict[int, Size](), dict[int, str]()
     for index, sample in enumerate(samples):
         try:
-            with open_image(sample.path, max_pixels=contract.max_pixels, region=sample.region) as image:
-                examine(image, preprocess, sample.path)
+            sizes[index] = size_of(sample, contract)
         except DataError as error:
             bad[index] = error.reason
-    return bad
+    return _Looked(sizes, bad)
 
 
-def _rows(
-    trained: Trained, samples: Sequence[Sample], bad: Mapping[int, str], writer: MaskWriter | None, *, flips: bool
-) -> Iterator[dict[str, Any]]:
+class _Job:
+    """What all rows of a prediction are made with."""
+
+    def __init__(
+        self, trained: Trained, writer: MaskWriter | None, watch: Watch | None, *, flips: bool, top: int, say: Callable[[str], None]
+    ) -> None:
+        self.trained, self.contract, self.writer, self.watch, self.top = trained, trained.contract, writer, watch, top
+        step = make_step(trained)
+        self.forward = Forward(step, flips=flips, most=_images_at_once(trained, step, say), say=say)
+
+
+def _images_at_once(trained: Trained, step: TrainStep, say: Callable[[str], None]) -> int:
+    """The run's evaluation batch, or where less memory is free now than that was predicted to take, as many images as fit."""
+    needed, batch = trained.eval_bytes, trained.eval_batch
+    capacity_bytes, others_bytes = capacity(step.device)
+    free = int(_SHARE_OF_FREE * (capacity_bytes - others_bytes - in_use(step.device)))
+    if needed <= free:
+        return batch
+    most = max(1, batch * free // needed)
+    if most < batch:
+        say(f"{most} images at once, not the run's {batch}: those take {format_size(needed)}, and {format_size(max(0, free))} are free")
+    return most
+
+
+def _rows(job: _Job, samples: Sequence[Sample], looked: _Looked) -> Iterator[dict[str, Any]]:
     """A row for each sample as soon as it and all before it are done: predicted, bad by its header, or bad as only decoding shows."""
-    contract, step = trained.contract, _make_step(trained)
-    good = [index for index in range(len(samples)) if index not in bad]
+    contract = job.contract
+    good = [index for index in range(len(samples)) if index not in looked.bad]
     usable = [samples[index] for index in good]
-    loader = _make_loader(trained, usable, bad_images="skip", with_truth=False)
-    said_of = _scores_said(contract) if writer is None else _masks_said(contract, writer, usable)
+    loader = _make_loader(job.trained, usable, bad_images="skip", with_truth=False)
+    said_of = _scores_said(contract, job.top) if job.writer is None else _masks_said(contract, job.writer, usable)
     place_of = {samples[index].title: index for index in good}
-    rows = {index: _row(samples[index], contract, error=reason) for index, reason in bad.items()}
-    done, known = 0, 0
-    outputs_of = step.predict_with_flips if flips else step.predict
+    rows = {index: _row(samples[index], job, error=reason) for index, reason in looked.bad.items()}
+    done, known, describer = 0, 0, Describer()
+    drifts: dict[int, float | None] = {}
     try:
         for item in fetch(loader):
             if item.indices:
-                for index, said, error in said_of(item, outputs_of(item.images).cpu()):
-                    rows[good[index]] = _row(usable[index], contract, said, error)
-            rows |= {place_of[path]: _row(samples[place_of[path]], contract, error=reason) for path, reason in loader.skipped[known:]}
+                outputs, features = job.forward(item.images)
+                for index, image in describer.add(item, features) if job.watch is not None else ():
+                    drifts[index] = job.watch.add(usable[index].title, looked.sizes.get(good[index]), image)  # type: ignore[union-attr]
+                for index, said, error in said_of(item, outputs):
+                    rows[good[index]] = _row(usable[index], job, said, drifts.pop(index, None), error)
+            rows |= {place_of[path]: _row(samples[place_of[path]], job, error=reason) for path, reason in loader.skipped[known:]}
             known = len(loader.skipped)
             while done in rows:
                 yield rows.pop(done)
@@ -207,14 +319,17 @@ def _rows(
         loader.close()
 
 
-def _row(sample: Sample, contract: Contract, said: Mapping[str, Any] | None = None, error: str | None = None) -> dict[str, Any]:
-    return {"path": sample.title, **(said or predicted_row(contract.task, None, contract.classes)), "error": error}
+def _row(
+    sample: Sample, job: _Job, said: Mapping[str, Any] | None = None, drift: float | None = None, error: str | None = None
+) -> dict[str, Any]:
+    nothing = predicted_row(job.contract.task, None, job.contract.classes, top=job.top)
+    return {"path": sample.title, **(said or nothing), "drift": None if drift is None else round(drift, 3), "error": error}
 
 
 _Said = Iterator[tuple[int, dict[str, Any] | None, str | None]]  # index of the sample, what is said of it, or why nothing is
 
 
-def _scores_said(contract: Contract) -> Callable[[Any, Tensor], _Said]:
+def _scores_said(contract: Contract, top: int) -> Callable[[Any, Tensor], _Said]:
     """Reads rows of logits, of images in windows joined."""
     join = WindowJoin()
 
@@ -222,7 +337,7 @@ def _scores_said(contract: Contract) -> Callable[[Any, Tensor], _Said]:
         indices, logits, _ = join.add(item, outputs)
         for index, row in zip(indices, scores(logits, contract).tolist(), strict=True):
             if all(map(math.isfinite, row)):
-                yield index, predicted_row(contract.task, row, contract.classes, contract.thresholds), None
+                yield index, predicted_row(contract.task, row, contract.classes, contract.thresholds, top=top), None
             else:
                 yield index, None, _NOT_FINITE
 

@@ -35,18 +35,21 @@ def predictions_text(results: Mapping[str, Evaluation], names: Sequence[str], th
     return table.getvalue()
 
 
-def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str], thresholds: Sequence[float] = ()) -> dict[str, Any]:
+def predicted_row(
+    task: str, scores: Sequence[float] | None, names: Sequence[str], thresholds: Sequence[float] = (), *, top: int = 0
+) -> dict[str, Any]:
     """What `predict` says of one image; None for all of it where there are no scores.
 
     Args:
         thresholds: as in `predictions_text`.
+        top: of classify, so many of the best classes besides.
 
     Returns:
-        classify: label, score, and scores by class; multilabel: labels (those at or above their threshold) and scores by class; regress:
+        classify: label, score, scores by class, and with `top` the best classes, each with label and score; multilabel: labels (those at or above their threshold) and scores by class; regress:
         values by target. Of segment see `mask_row`.
     """
     if scores is None:
-        return dict.fromkeys(_SAID[task])
+        return dict.fromkeys((*_SAID[task], *(("top",) if top else ())))
     named = dict(zip(names, scores, strict=True))
     if task == "regress":
         return {"values": named}
@@ -54,7 +57,11 @@ def predicted_row(task: str, scores: Sequence[float] | None, names: Sequence[str
         flags = _chosen(scores, thresholds)
         return {"labels": [name for name, flag in zip(names, flags, strict=True) if flag], "scores": named}
     best = max(names, key=named.__getitem__)
-    return {"label": best, "score": named[best], "scores": named}
+    said = {"label": best, "score": named[best], "scores": named}
+    if not top:
+        return said
+    ranked = sorted(names, key=named.__getitem__, reverse=True)[:top]  # of equal ones the first, as above
+    return {**said, "top": [{"label": name, "score": named[name]} for name in ranked]}
 
 
 def mask_row(path: str | None, shares: Mapping[str, float] | None) -> dict[str, Any]:
@@ -62,11 +69,16 @@ def mask_row(path: str | None, shares: Mapping[str, float] | None) -> dict[str, 
     return {"mask": path, "shares": shares}
 
 
-def table_columns(task: str, names: Sequence[str]) -> tuple[str, ...]:
+def table_columns(task: str, names: Sequence[str], *, top: int = 0) -> tuple[str, ...]:
     """Columns of the rows of `predict` as a table: a score_CLASS (segment: share_CLASS) for each class, or a predicted_TARGET for each
-    target."""
+    target; with `top` a top1 and top1_score for the best class, and so on."""
     single = [key for key in _SAID[task] if key not in _PREFIX]
-    return ("path", *single, *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names), "error")
+    best = [column for place in range(1, top + 1) for column in _top_columns(place)]
+    return ("path", *single, *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names), *best, "drift", "error")
+
+
+def _top_columns(place: int) -> tuple[str, str]:
+    return f"top{place}", f"top{place}_score"
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +87,9 @@ def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             flat.update({f"{_PREFIX[key]}_{name}": number for name, number in value.items()})
+        elif key == "top":
+            for place, best in enumerate(value or (), start=1):
+                flat.update(zip(_top_columns(place), (best["label"], best["score"]), strict=True))
         elif value is not None:
             flat[key] = SEPARATOR.join(value) if isinstance(value, list) else value
     return flat

@@ -34,6 +34,7 @@ def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "eval_batch": plan.eval_batch,
+        "eval_bytes": parts.profile.evaluation.at(plan.eval_batch) + parts.profile.raw_image.at(plan.eval_batch),
         "norm": parts.trainable.norm,
         "budget_bytes": plan.budget_bytes,
         "capacity_bytes": parts.budget.capacity_bytes,

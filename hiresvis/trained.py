@@ -43,6 +43,11 @@ class Trained:
         return int(self.plan["eval_batch"])
 
     @property
+    def eval_bytes(self) -> int:
+        """What a forward of so many images was predicted to take beside what is always there; 0: a run of an earlier release."""
+        return int(self.plan.get("eval_bytes", 0))
+
+    @property
     def metric(self) -> str:
         """The metric that decided which epoch is best, which the run has settled."""
         return self.loaded.recipe.train.metric

@@ -209,23 +209,23 @@ def test_an_unforeseen_error_is_one_line_and_a_file(capsys, tmp_path, monkeypatc
 COLUMNS = table_columns("classify", ("good", "bad"))
 
 
-SOUND = {"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}, "error": None}
-UNREAD = {"path": "c.jpg", "label": None, "score": None, "scores": None, "error": "is empty (0 bytes)"}
+SOUND = {"path": "a, b.jpg", "label": "bad", "score": 0.75, "scores": {"good": 0.25, "bad": 0.75}, "drift": 0.5, "error": None}
+UNREAD = {"path": "c.jpg", "label": None, "score": None, "scores": None, "drift": None, "error": "is empty (0 bytes)"}
 
 
 def test_predictions_are_a_table_with_a_column_for_each_class():
     """Path, best label, its score, every class's score, and why a file could not be read; those are counted."""
     stream = io.StringIO()
-    assert command.write_predictions(COLUMNS, [UNREAD, SOUND], stream, as_json=False) == 1
+    assert command.write_predictions(COLUMNS, [UNREAD, SOUND], stream, as_json=False) == (2, 1)
     assert stream.getvalue() == (
-        'path,label,score,score_good,score_bad,error\nc.jpg,,,,,is empty (0 bytes)\n"a, b.jpg",bad,0.75,0.25,0.75,\n'
+        'path,label,score,score_good,score_bad,drift,error\nc.jpg,,,,,,is empty (0 bytes)\n"a, b.jpg",bad,0.75,0.25,0.75,0.5,\n'
     )
 
 
 def test_predictions_as_json_are_an_object_a_line():
     """The same values under the same names, null where there are none."""
     stream = io.StringIO()
-    assert command.write_predictions(COLUMNS, [SOUND, UNREAD], stream, as_json=True) == 1
+    assert command.write_predictions(COLUMNS, [SOUND, UNREAD], stream, as_json=True) == (2, 1)
     assert [json.loads(line) for line in stream.getvalue().splitlines()] == [SOUND, UNREAD]
 
 

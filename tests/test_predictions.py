@@ -141,8 +141,23 @@ def test_predict_gives_a_row_by_task() -> None:
 def test_every_row_of_predict_fits_the_columns(task: str) -> None:
     """Those of a file that cannot be read too: the same keys, and nothing said."""
     columns = table_columns(task, NAMES)
-    said = {"path": "x.png", **predicted_row(task, [0.2, 0.7, 0.1], NAMES), "error": None}
-    bad = {"path": "y.png", **predicted_row(task, None, NAMES), "error": "cut"}
+    said = {"path": "x.png", **predicted_row(task, [0.2, 0.7, 0.1], NAMES), "drift": 0.5, "error": None}
+    bad = {"path": "y.png", **predicted_row(task, None, NAMES), "drift": None, "error": "cut"}
     assert said.keys() == bad.keys()
     assert [*table_row(said), "error"] == list(columns)
+    assert table_row(bad) == {"path": "y.png", "error": "cut"}
+
+
+def test_the_best_classes_stand_in_columns_of_their_own() -> None:
+    """By score, of equal ones the first, as many as asked; a file that cannot be read has the same columns, empty."""
+    row = {"path": "x.png", **predicted_row("classify", [0.2, 0.4, 0.4], NAMES, top=2), "drift": None, "error": None}
+    assert row["top"] == [{"label": "ü,x", "score": 0.4}, {"label": "c", "score": 0.4}]
+    columns = table_columns("classify", NAMES, top=2)
+    assert columns[-6:] == ("top1", "top1_score", "top2", "top2_score", "drift", "error")
+    assert table_row(row) == {
+        "path": "x.png", "label": "ü,x", "score": 0.4, "score_left eye": 0.2, "score_ü,x": 0.4, "score_c": 0.4,
+        "top1": "ü,x", "top1_score": 0.4, "top2": "c", "top2_score": 0.4,
+    }  # fmt: skip
+    bad = {"path": "y.png", **predicted_row("classify", None, NAMES, top=2), "drift": None, "error": "cut"}
+    assert bad.keys() == row.keys()
     assert table_row(bad) == {"path": "y.png", "error": "cut"}

@@ -116,6 +116,20 @@ class LabelReader:
         return value
 
 
+class Unlabelled:
+    """Stands for a `LabelReader` where rows have no labels: what is predicted."""
+
+    task = ""
+    columns: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    reads_names = False
+
+    def __call__(self, cells: tuple[str | None, ...]) -> tuple[Label, list[str]]:
+        """No label, and nothing wrong with it."""
+        del cells
+        return None, []
+
+
 def _kind(cell: str | None) -> str:
     return " (null)" if cell is None else " (NaN)" if cell else ""
 

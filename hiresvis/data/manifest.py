@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hiresvis.data.bounds import Bounds
 from hiresvis.data.folders import SPLIT_WORDS, Entry, Label, Scan
-from hiresvis.data.labels import MISSING_TEXTS, LabelReader, cell_text
+from hiresvis.data.labels import MISSING_TEXTS, LabelReader, Unlabelled, cell_text
 from hiresvis.data.regions import REGION_KEYS, Region, named, region_problems, whole_number
 from hiresvis.data.tables import csv_rows, parquet_rows
 from hiresvis.errors import Problem
@@ -25,7 +25,7 @@ def read_manifest(
     source: Path,
     *,
     image_column: str,
-    labels: LabelReader,
+    labels: LabelReader | Unlabelled,
     group_column: str | None,
     split_column: str | None,
     region_columns: Sequence[str] | None = None,
@@ -40,7 +40,7 @@ def read_manifest(
 
     Args:
         source: .csv, .tsv or .parquet.
-        labels: reads the label columns.
+        labels: reads the label columns. Where rows have no labels, one that is there twice is no problem, and comes twice.
         look_for_files: False: whether the images are there is not asked.
 
     Raises:
@@ -68,7 +68,14 @@ def read_manifest(
 class _Rows:
     """The rows of one manifest, as they come."""
 
-    def __init__(self, source: Path, columns: Sequence[tuple[str, str]], labels: LabelReader, bounds: Bounds, look_for_files: bool) -> None:
+    def __init__(
+        self,
+        source: Path,
+        columns: Sequence[tuple[str, str]],
+        labels: LabelReader | Unlabelled,
+        bounds: Bounds,
+        look_for_files: bool,
+    ) -> None:
         self.bounds = bounds
         self.num_missing = 0
         self.entries: list[Entry] = []
@@ -111,7 +118,7 @@ class _Rows:
         if inside and not said:
             name = named(_normal(written), region)
             earlier = self._earlier(name, written, file, region)
-            if earlier is None:
+            if earlier is None or not self._labels.columns:
                 self.entries.append(Entry(file, name, place, label, group, split, region, mask))
                 return
             first = self.entries[earlier]

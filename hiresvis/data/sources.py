@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hiresvis.data.folders import Scan, limited, listed_classes, scan_class_folders, scan_pairs, scan_unlabelled
+from hiresvis.data.folders import Scan, limited, listed_classes, scan_class_folders, scan_pairs
 from hiresvis.data.labels import (
     LabelReader,
     Target,
@@ -286,21 +286,6 @@ def load_dataset(
     if not dataset.samples:
         raise DataError(f"{source} holds no images" + ("" if task in ("regress", "segment") else f" of the classes {', '.join(classes)}"))
     return replace(dataset, warnings=(*dataset.warnings, *(finding.message for finding in findings)))
-
-
-def load_unlabelled(paths: Sequence[Path]) -> Dataset:
-    """Images for prediction: files as given, folders with everything below them. Labels are None.
-
-    Raises:
-        DataError: a path that does not exist, or no image at all.
-    """
-    missing = [Problem("does not exist", str(path)) for path in paths if not os.path.lexists(path)]
-    if missing:
-        raise DataError(limited(missing))
-    scan = scan_unlabelled(paths)
-    if not scan.entries:
-        raise DataError(f"no images in {', '.join(str(path) for path in paths)}{_skipped_text(scan)}")
-    return _to_dataset(scan, "classify", ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ FIRST_S, BETWEEN_S = 5.0, 30.0  # a short look says nothing
 
 
 @contextmanager
-def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (done, total); what it shows is gone, or stays as lines, when the block is left."""
+def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int | None], None]]:
+    """A function to call with (done, total), total None where nobody knows it; what it shows is gone, or stays as lines, when the block is left."""
     if not interactive(stream):
         yield _Lines(what, stream, clock)
         return
@@ -26,10 +26,10 @@ def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monoto
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(file=stream), transient=True)
 
-    def show(done: int, total: int) -> None:
+    def show(done: int, total: int | None) -> None:
         if not bar.tasks:  # the bar comes with the first file: models are built and tables read before
             bar.start()
-            bar.add_task(what)
+            bar.add_task(what, total=total)
         bar.update(bar.tasks[0].id, completed=done, total=total)
 
     try:
@@ -47,7 +47,7 @@ class _Lines:
         self._next = self._begun + FIRST_S
         self._first = math.nan  # files that were known before anything was looked at
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int | None) -> None:
         now = self._clock()
         if math.isnan(self._first):
             self._first, self._begun = done, now
@@ -55,5 +55,8 @@ class _Lines:
             return
         self._next = now + BETWEEN_S
         rate = (done - self._first) / max(now - self._begun, 1e-9)
+        if total is None:
+            print(f"{self._what}: {done}", file=self._stream, flush=True)
+            return
         left = f", {format_duration((total - done) / rate)} left" if rate > 0 and done < total else ""
         print(f"{self._what}: {done} of {total}{left}", file=self._stream, flush=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hiresvis.data.regions import Region
-from hiresvis.data.sources import Datasets, load_dataset, load_datasets, load_unlabelled
+from hiresvis.data.inputs import find_inputs
+from hiresvis.data.sources import Datasets, load_dataset, load_datasets
 from hiresvis.errors import DataError
 
 
@@ -114,13 +115,13 @@ class TestFolders:
         """`a/slide7/1.png` is of class a; links in a circle end."""
         empty_files(tmp_path, ["a/slide7/1.png", "a/2.png", "b/1.png"])
         (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
-        found = load_unlabelled([tmp_path])
+        found = find_inputs([str(tmp_path)])
         assert [sample.name for sample in found.samples] == ["a/2.png", "a/slide7/1.png", "b/1.png"]
 
     def test_folder_called_like_an_image_is_listed_for_the_decoder_to_refuse(self, tmp_path: Path) -> None:
         """`a/x.jpg/` does not vanish."""
         empty_files(tmp_path, ["a/1.png", "a/x.jpg/inside.png"])
-        assert [sample.name for sample in load_unlabelled([tmp_path]).samples] == ["a/1.png", "a/x.jpg"]
+        assert [sample.name for sample in find_inputs([str(tmp_path)]).samples] == ["a/1.png", "a/x.jpg"]
 
     def test_images_outside_any_class_folder_are_reported(self, make_folders: Callable[..., Path]) -> None:
         """Loose images beside class folders are left out, and counted aloud."""
@@ -362,17 +363,6 @@ class TestManifest:
             load_datasets(root, 0.5, group_column="patient")
         with pytest.raises(DataError, match=r"data\.split"):
             load_datasets(root, 0.5, split_column="split")
-
-
-def test_unlabelled_files_and_folders_are_listed_in_order(make_folders: Callable[..., Path], tmp_path: Path) -> None:
-    """Prediction takes files and folders as given, without labels."""
-    root = make_folders("new", {"x": 2})
-    single = tmp_path / "one.png"
-    shutil.copy(root / "x" / "000.png", single)
-    found = load_unlabelled([single, root])
-    assert [(sample.name, sample.label) for sample in found.samples] == [("one.png", None), ("x/000.png", None), ("x/001.png", None)]
-    with pytest.raises(DataError, match=r"nowhere\.png  does not exist"):
-        load_unlabelled([single, tmp_path / "nowhere.png"])
 
 
 class TestRegions:

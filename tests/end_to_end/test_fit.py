@@ -33,6 +33,7 @@ FILES = {
     "predictions.csv",
     "report.html",
     "samples.csv",
+    "statistics.json",
     "weights/best.safetensors",
     "weights/last.safetensors",
 }
