@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from hiresvis import __version__
-from hiresvis.command import ask, deliver, ending, flat, print_json, print_report, rows_as_json, say, whole_file
+from hiresvis.command import ask, deliver, ending, print_json, print_report, rows_as_json, say, whole_file
 from hiresvis.errors import EnvironmentFailed
 
 MOST_COLUMNS = 100  # longer lines of text are hard to read
@@ -40,6 +40,13 @@ class Format(str, Enum):
 
     safetensors = "safetensors"
     onnx = "onnx"
+
+
+class Unseen(str, Enum):
+    """What is done with images whose class the run does not know."""
+
+    error = "error"
+    drop = "drop"
 
 
 class Pixels(str, Enum):
@@ -66,9 +73,7 @@ Overrides = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that fit made.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Root = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where a .csv may name images besides its own folder.", show_default=False)
-]
+Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a .csv may name images besides its own folder.", show_default=False)]
 Flips = Annotated[bool, typer.Option("--flips", help="Each image seen mirrored as well: the mean of both outputs, twice the time.")]
 
 
@@ -205,26 +210,49 @@ def check(
 def evaluate(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
-    root: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the .csv may name images besides its own folder.", show_default=False)
+    root: Root = None,
+    unseen: Annotated[
+        Unseen | None, typer.Option(help="Images of --data in classes the run does not know; the run's.", show_default=False)
     ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the confusion as PNG.", show_default=False)] = None,
     flips: Flips = False,
     as_json: Json = False,
 ) -> None:
-    """Metrics of the best weights, with the run's own preprocessing, and in brackets their 95% intervals over draws of the images.
+    """Metrics of the best weights, with the run's own preprocessing, and in brackets their 95% intervals over draws of the images; class by
+    class, and which class is taken for which. --data may hold some of the run's classes alone.
 
-    --json: by split images, loss, metrics, intervals; to classify the calibration error, for multilabel the metrics at its thresholds.
+    --json: by split images, loss, metrics, intervals; classes (images, predicted, precision, recall, f1) and absent; to classify
+    calibration and confusion (label, predicted, images), for multilabel at_thresholds, to regress targets, to segment iou and share.
+
+    Example: hiresvis evaluate runs/lesions --data other_site.csv --unseen drop
     """
-    if root is not None and data is None:
-        raise typer.BadParameter("bounds the paths of the table that --data names; give that too", param_hint="--root")
+    for given, option in ((root, "--root"), (unseen, "--unseen")):
+        if given is not None and data is None:
+            raise typer.BadParameter("says how the images that --data names are read; give that too", param_hint=option)
     with ending():
         from hiresvis.inference import evaluate as run_evaluate
+        from hiresvis.ui.counter import counting
+        from hiresvis.ui.evaluation_text import evaluation_lines
 
-        found = run_evaluate(run, data=data, root=root, flips=flips)
+        if plot is not None:
+            from hiresvis.plan_plot import need_matplotlib
+
+            need_matplotlib()
+        which = unseen.value if unseen else None
+        with counting("evaluated, in batches", sys.stderr) as progress:
+            found = run_evaluate(run, data=data, root=root, unseen=which, flips=flips, say=say, progress=progress)
         if as_json:
             print_json(found)
         else:
-            print(*flat(found), sep="\n")
+            from hiresvis.ui.text import glyphs_for
+
+            columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
+            print(*evaluation_lines(found, columns, glyphs_for(sys.stdout.encoding)), sep="\n")
+        if plot is not None:
+            from hiresvis.confusion_plot import draw
+
+            draw(found, plot)
+            say(f"plot: {plot}")
 
 
 @app.command(epilog="Example: hiresvis predict runs/lesions new/*.tif --out rows.csv")
@@ -257,8 +285,8 @@ def predict(
     with ending():
         from hiresvis.inference import predict as run_predict
 
-        options = {"flips": flips, "masks": masks, "top": top_k, "tile": tile, "overlap": overlap, "root": root}
-        deliver(run_predict(run, paths, beside=out, say=say, **options), out, as_json)
+        found = run_predict(run, paths, flips=flips, masks=masks, beside=out, top=top_k, tile=tile, overlap=overlap, root=root, say=say)
+        deliver(found, out, as_json)
 
 
 @app.command(epilog="Example: hiresvis export runs/lesions --to onnx")

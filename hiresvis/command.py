@@ -99,18 +99,6 @@ def print_report(found: Any, as_json: bool) -> None:
     print_json(json.loads(value) if isinstance(value, str) else value)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line a value, `val.accuracy 0.875 (0.725-0.950)`; the interval where there is one beside it."""
-    from hiresvis.ui.text import interval_text
-
-    ends = values.get("intervals", {})
-    for name, value in values.items():
-        if name != "intervals" and isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        elif name != "intervals":
-            yield f"{prefix}{name} {value}{interval_text(ends.get(name))}"
-
-
 def path_errors(as_json: bool) -> str:
     """How bytes of a path that are no UTF-8 are written: as they are, or as JSON escapes them."""
     return "backslashreplace" if as_json else "surrogateescape"

@@ -24,6 +24,7 @@ ALPHA = 0.01  # of all comparisons of a batch together
 LEAST_GAP = 0.2
 FEWEST = 8  # images, of which a batch is compared
 _SHOWN = 3
+_DEVIATIONS = 3  # of the number of far images that chance gives, above which they are too many
 _BEYOND = 1.1  # of the largest and the smallest scale in training, what is another scale
 
 
@@ -116,7 +117,7 @@ class Watch:
         scale = self._other_scale()
         if scale:
             yield scale
-        if told or scale or far > max(2 * by_chance, 2):
+        if told or scale or far > by_chance + _DEVIATIONS * by_chance**0.5 + 1:
             yield f"drift: what was measured in training need not hold for these images: look at the farthest, label some, and run {again}"
         elif compared:
             yield f"drift: as a whole they do not differ from the training images ({len(compared)} tests)"

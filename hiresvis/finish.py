@@ -38,7 +38,6 @@ from hiresvis.train.stop import StopRequest
 from hiresvis.train.trainer import Trainer
 from hiresvis.training_statistics import STATISTICS, Described, Describer, size_of, summarise
 
-
 _DESCRIBED, _FEWEST_DESCRIBED, _FORWARDS = 1000, 64, 10  # inputs at most, and at least; a tenth of those that were trained on
 _FEWEST_IMAGES = 16
 

@@ -20,19 +20,19 @@ from hiresvis.data.inputs import STANDARD_INPUT, Columns, Inputs, waves
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.regions import Size
 from hiresvis.data.sources import Sample, load_dataset
-from hiresvis.device import capacity, in_use, pick_device
+from hiresvis.device import capacity, in_use, is_out_of_memory, pick_device, release
 from hiresvis.drift import Watch
-from hiresvis.errors import DataError, RecipeError
+from hiresvis.errors import DataError, RecipeError, first_line
 from hiresvis.own_data import own_datasets
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
 from hiresvis.recipe import Resolution
-from hiresvis.results import split_result
+from hiresvis.results import class_result, split_result
 from hiresvis.run import RunDirectory
 from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
-from hiresvis.train.evaluate import evaluate as evaluate_split
-from hiresvis.train.features import Forward
+from hiresvis.train.evaluate import Evaluation, evaluation_steps
+from hiresvis.train.features import Forward, no_room_for_one
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.mapping import MapJoin
 from hiresvis.train.step import TrainStep
@@ -41,25 +41,38 @@ from hiresvis.training_statistics import Describer, TrainingStatistics, size_of
 from hiresvis.units import format_size
 
 _NOT_FINITE = "the run's weights give outputs that are not finite: training had diverged"
-_EARLY_NAMED = 3  # bad headers that are told before the first row; each has its row anyway
+_EARLY_NAMED = 3  # bad headers that are told before the first row, each of which has its row anyway; and absent classes
 _BATCHES_AT_ONCE = 64  # of paths on standard input
 _SHARE_OF_FREE = 0.9
 _SAME_SCALE = 1.1  # images of train that are as large as the model's, but for so much
 
 
-def evaluate(run: Path, *, data: Path | None = None, root: Path | None = None, flips: bool = False) -> dict[str, Any]:
-    """Metrics of the best weights: of val and test, or of other labelled data.
+def evaluate(
+    run: Path,
+    *,
+    data: Path | None = None,
+    root: Path | None = None,
+    unseen: str | None = None,
+    flips: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Metrics of the best weights: of val and test, or of other labelled data, which may have some of the run's classes alone.
 
     Args:
         data: class folders, or a manifest with the run's columns.
         root: a folder that the manifest may name files below, besides its own; None: the run's data.root.
+        unseen: "error" or "drop", what is done with images of `data` whose class the run does not know; None: the run's data.unseen.
         flips: each image is also seen mirrored, see `TrainStep.predict_with_flips`.
+        say: told what was left out, which classes have no images, and memory that ran out.
+        progress: called with (batches done, batches in all) of each split.
 
     Returns:
-        by split, see `split_result`.
+        by split, see `split_result` and `class_result`.
 
     Raises:
         RunFolderError, DataError: the run or the data cannot be used.
+        DoesNotFit: memory ran out for one image.
     """
     trained = open_run(run)
     contract, step = trained.contract, make_step(trained)
@@ -72,18 +85,63 @@ def evaluate(run: Path, *, data: Path | None = None, root: Path | None = None, f
             image_column=columns.image,
             label_column=columns.label,
             region_columns=None if data.is_dir() else columns.region,
-            root=trained.loaded.resolve_path(columns.root) if root is None and columns.root is not None else root,
-            unseen=columns.unseen,
+            root=_allowed_root(trained, root),
+            unseen=unseen or columns.unseen,
         )
+        for warning in found.warnings:
+            say(warning)
         splits = {"data": found}
     else:
         splits = {name: split for name, split in own_datasets(run, trained.loaded).splits().items() if name != "train"}
     results: dict[str, Any] = {}
     for name, split in splits.items():
-        loader = _make_loader(trained, split.samples, bad_images="error", cache=open_cache(trained.loaded))
-        found_split = evaluate_split(step, loader, name_of=[sample.title for sample in split.samples].__getitem__, flips=flips)
-        results[name] = split_result(found_split, contract, split.samples, metric=trained.metric)
+        found_split = _evaluation(trained, step, split.samples, flips=flips, say=say, progress=progress)
+        by_class = class_result(found_split, contract)
+        if absent := by_class.get("absent"):
+            say(f"{name}: no image of {len(absent)} of {len(contract.classes)} classes ({_listed(absent)}); means are over the others")
+        results[name] = {**split_result(found_split, contract, split.samples, metric=trained.metric), **by_class}
     return results
+
+
+def _evaluation(
+    trained: Trained,
+    step: TrainStep,
+    samples: Sequence[Sample],
+    *,
+    flips: bool,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Evaluation:
+    """A split by the run's own batch; where memory runs out, once more with half of it."""
+    loader = _make_loader(trained, samples, bad_images="error", cache=open_cache(trained.loaded))
+    name_of = [sample.title for sample in samples].__getitem__
+    while True:
+        try:
+            steps = evaluation_steps(step, loader, name_of=name_of, flips=flips)
+            while True:
+                try:
+                    progress(*next(steps))
+                except StopIteration as done:
+                    return done.value  # type: ignore[no-any-return]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error, step.device):
+                raise
+            what = first_line(error)
+        release()  # out here, where the error with its traceback is gone
+        if loader.batch == 1:
+            raise no_room_for_one(step.device, what)
+        loader.set_batch(loader.batch // 2)
+        say(f"memory ran out ({what}); the split begins again with {loader.batch} images at once")
+
+
+def _allowed_root(trained: Trained, given: Path | None) -> Path | None:
+    """A folder that manifests may name files below, besides their own."""
+    own = trained.loaded.recipe.data.root
+    return trained.loaded.resolve_path(own) if given is None and own is not None else given
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_EARLY_NAMED]) + (f" and {len(names) - _EARLY_NAMED} more" if len(names) > _EARLY_NAMED else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +179,7 @@ def predict(
     stdin: BinaryIO | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Predictions:
-    """What the best weights say of files, folders, patterns (`data/**/*.png`) and the rows of manifests; each file once, at its first place.
+    """What the best weights say of files, folders, patterns (`a/**/*.png`) and the rows of manifests; each file once, at its first place.
 
     Args:
         paths: a manifest (.csv, .tsv, .parquet) has the run's columns of paths and regions. `-` alone: paths come on `stdin`.
@@ -151,8 +209,7 @@ def predict(
     if STANDARD_INPUT in asked and len(asked) > 1:
         raise RecipeError(f"{STANDARD_INPUT} stands for paths on standard input and goes alone; put the other {len(asked) - 1} there too")
     recipe = trained.loaded.recipe.data
-    allowed = trained.loaded.resolve_path(recipe.root) if root is None and recipe.root is not None else root
-    inputs = Inputs(Columns(recipe.image, recipe.region, allowed))
+    inputs = Inputs(Columns(recipe.image, recipe.region, _allowed_root(trained, root)))
     streamed = asked == [STANDARD_INPUT]
     if not streamed:
         inputs.add(asked)
@@ -194,7 +251,9 @@ def _tiled(contract: Contract, statistics: TrainingStatistics | None, *, tile: b
     """
     if not tile and contract.fit != "tile":
         if overlap is not None:
-            raise RecipeError(f"--overlap {overlap:g} is of tiles, and this run sees an image at once (data.fit: {contract.fit}); add --tile")
+            raise RecipeError(
+                f"--overlap {overlap:g} is of tiles, and this run sees an image at once (data.fit: {contract.fit}); add --tile"
+            )
         return contract
     if contract.fit in ("resize", "letterbox"):
         sizes = {} if statistics is None else statistics.sizes
@@ -203,8 +262,8 @@ def _tiled(contract: Contract, statistics: TrainingStatistics | None, *, tile: b
             height, width = contract.image_size
             shown = "" if statistics is None else " of " + " x ".join(f"{found[0]:g} to {found[-1]:g}" for found, _ in ends) + " px"
             raise RecipeError(
-                f"--tile: this run was trained on whole images{shown}, brought to {height} x {width} px (data.fit: {contract.fit}). A tile at "
-                "full resolution shows everything in another size than it has ever seen, and no metric of the run would speak of that. "
+                f"--tile: this run was trained on whole images{shown}, brought to {height} x {width} px (data.fit: {contract.fit}). A tile "
+                "at full resolution shows everything in another size than it has ever seen, and no metric of the run would speak of that. "
                 "Train a run with data.fit: tile, or crop"
             )
     return replace(contract, fit="tile", overlap=contract.overlap if overlap is None else overlap)

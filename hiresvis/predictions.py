@@ -45,8 +45,8 @@ def predicted_row(
         top: of classify, so many of the best classes besides.
 
     Returns:
-        classify: label, score, scores by class, and with `top` the best classes, each with label and score; multilabel: labels (those at or above their threshold) and scores by class; regress:
-        values by target. Of segment see `mask_row`.
+        classify: label, score, scores by class, and with `top` the best classes, each with label and score; multilabel: labels (those at or
+        above their threshold) and scores by class; regress: values by target. Of segment see `mask_row`.
     """
     if scores is None:
         return dict.fromkeys((*_SAID[task], *(("top",) if top else ())))
@@ -74,7 +74,14 @@ def table_columns(task: str, names: Sequence[str], *, top: int = 0) -> tuple[str
     target; with `top` a top1 and top1_score for the best class, and so on."""
     single = [key for key in _SAID[task] if key not in _PREFIX]
     best = [column for place in range(1, top + 1) for column in _top_columns(place)]
-    return ("path", *single, *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names), *best, "drift", "error")
+    return (
+        "path",
+        *single,
+        *(f"{_PREFIX[key]}_{name}" for key in _SAID[task] if key in _PREFIX for name in names),
+        *best,
+        "drift",
+        "error",
+    )
 
 
 def _top_columns(place: int) -> tuple[str, str]:

@@ -1,10 +1,13 @@
-"""What a split says of a trained network: metrics, how far they could be off, and how far scores can be believed. The end of `fit` and
-`evaluate` tell the same digits, since both ask here."""
+"""What a split says of a trained network: metrics, how far they could be off, how far scores can be believed, and all of it class by class.
+The end of `fit` and `evaluate` tell the same digits, since both ask here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Sample
@@ -12,7 +15,7 @@ from hiresvis.train.calibration import at_thresholds, calibration_error
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.intervals import intervals, told_with_interval
 from hiresvis.train.mask_evaluation import PixelCounts
-from hiresvis.train.metrics import class_iou, compute_metrics
+from hiresvis.train.metrics import THRESHOLD, class_iou, compute_metrics, mean_average_precision
 
 
 def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample], *, metric: str) -> dict[str, Any]:
@@ -52,6 +55,55 @@ def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample
         ends = _lists(intervals(found.task, flags, found.targets, names=names, groups=drawn))
         result["at_thresholds"] = {**{name: metrics[name] for name in names}, "intervals": ends}
     return result
+
+
+def class_result(found: Evaluation, contract: Contract) -> dict[str, Any]:
+    """A split class by class, or target by target, in plain values. None where there is nothing to divide by.
+
+    Returns:
+        classify: classes (by name images, predicted, precision, recall, f1), confusion (label, predicted, images of each pair that occurs,
+        the most frequent first), absent (classes without images). multilabel, at the run's thresholds: classes (those, and
+        average_precision), absent. regress: targets (by name mae, rmse, r2). segment: absent; its classes are in `split_result`.
+    """
+    names = contract.classes
+    if found.pixels is not None:
+        return {"absent": _absent(names, found.pixels.total()[0])}
+    if found.task == "regress":
+        columns = ((found.scores[:, [place]], found.targets[:, [place]]) for place in range(len(names)))
+        return {"targets": {name: compute_metrics("regress", *column) for name, column in zip(names, columns, strict=True)}}
+    if found.task == "classify":
+        predicted = found.scores.argmax(dim=1)
+        pairs = torch.bincount(found.targets * len(names) + predicted, minlength=len(names) ** 2).reshape(len(names), -1)
+        labelled, chosen, right = pairs.sum(dim=1), pairs.sum(dim=0), pairs.diagonal()
+        cells = sorted(((int(pairs[i, j]), i, j) for i, j in pairs.nonzero().tolist()), key=lambda cell: (-cell[0], cell[1:]))
+        confusion = [{"label": names[i], "predicted": names[j], "images": count} for count, i, j in cells]
+        return {"classes": _class_table(names, labelled, chosen, right), "confusion": confusion, "absent": _absent(names, labelled)}
+    flags = at_thresholds(found.scores, contract.thresholds or (THRESHOLD,) * len(names)).bool()
+    wanted = found.targets.bool()
+    table = _class_table(names, wanted.sum(dim=0), flags.sum(dim=0), (flags & wanted).sum(dim=0))
+    for place, row in enumerate(table.values()):
+        column = (found.scores[:, [place]], found.targets[:, [place]])
+        row["average_precision"] = mean_average_precision(*column) if row["images"] else None
+    return {"classes": table, "absent": _absent(names, wanted.sum(dim=0))}
+
+
+def _class_table(names: Sequence[str], labelled: Tensor, predicted: Tensor, right: Tensor) -> dict[str, dict[str, Any]]:
+    """By class, from numbers of images (k,): with the label, predicted, and both."""
+    table = {}
+    for name, true, chosen, hits in zip(names, labelled.tolist(), predicted.tolist(), right.tolist(), strict=True):
+        either = true + chosen
+        table[name] = {
+            "images": true,
+            "predicted": chosen,
+            "precision": hits / chosen if chosen else None,
+            "recall": hits / true if true else None,
+            "f1": 2 * hits / either if either else None,
+        }
+    return table
+
+
+def _absent(names: Sequence[str], counts: Tensor) -> list[str]:
+    return [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
 
 
 def _by_class(pixels: PixelCounts, classes: Sequence[str]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ _LINES = 256  # rows and columns of an image that are looked at
 _DARK = 1 / 255  # below it contrast and detail are rounding
 _PIXEL_SHARE, _FEATURE_SHARE = 0.3, 0.1  # of the diagonal, and of the mean variance
 _LEAST_VARIANCE = 1e-4  # of pixels: where images are all alike, a hundredth is a difference
+_ALIKE = 1e-10  # of the mean square: variances below it are rounding
 _KEPT = 500  # values of a kind, to compare batches with
 _LARGEST = 700.0  # whose exponential is a float
 
@@ -152,9 +153,9 @@ class TrainingStatistics:
         return Distances(pixels**0.5, float(np.mean(away * away / self.feature_variance)) ** 0.5)
 
     def drift(self, distances: Distances) -> float:
-        """The larger of both in units of its limit; 0 where no limit is known."""
+        """The larger of both in units of its limit, NaN where one is; 0 where no limit is known."""
         known = ((distance, self.limits[kind]) for kind, distance in distances._asdict().items())
-        return max((distance / limit for distance, limit in known if limit is not None), default=0.0)
+        return float(np.max([0.0, *(distance / limit for distance, limit in known if limit is not None)]))  # Python's would lose a NaN
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -231,7 +232,7 @@ def summarise(train: Sequence[Described], held_out: Sequence[Described], sizes: 
     diagonal = np.diag(np.diag(covariance))
     covariance = (1 - _PIXEL_SHARE) * covariance + _PIXEL_SHARE * diagonal + _LEAST_VARIANCE * np.eye(len(covariance))
     variance = features.var(axis=0, ddof=1)
-    if not (variance.size and np.isfinite(features).all() and variance.mean() > 0):
+    if not (variance.size and np.isfinite(features).all() and variance.mean() > _ALIKE * np.mean(features**2)):
         features, variance = features[:, :0], variance[:0]
     else:
         variance = (1 - _FEATURE_SHARE) * variance + _FEATURE_SHARE * variance.mean()
@@ -288,7 +289,10 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def _summary(values: np.ndarray) -> dict[str, Any]:
-    return {**{name: _short([value])[0] for name, value in (("mean", values.mean()), ("std", values.std()))}, "quantiles": _quantiles(values)}
+    return {
+        **{name: _short([value])[0] for name, value in (("mean", values.mean()), ("std", values.std()))},
+        "quantiles": _quantiles(values),
+    }
 
 
 def _quantiles(values: Sequence[float] | np.ndarray) -> list[float]:

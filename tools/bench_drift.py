@@ -58,6 +58,11 @@ ALTERED: dict[str, Alter] = {
 }
 
 
+def altered(images: Sequence[np.ndarray], alter: Alter, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Each of the images, altered."""
+    return (alter(image, rng) for image in images)
+
+
 def clouds(count: int) -> Iterator[np.ndarray]:
     """Smooth fields of colour, 640 px."""
     rng = np.random.default_rng(1)
@@ -127,7 +132,7 @@ def main() -> None:
         draw_boards(Path(folder) / "boards", num_train=32, num_val=2, num_test=2, size_px=640, workers=1)
         boards = sorted((Path(folder) / "boards" / "train").glob("*/*"))
         rng = np.random.default_rng(0)
-        sources: dict[str, Iterator[np.ndarray]] = {name: (alter(image, rng) for image in originals) for name, alter in ALTERED.items()}
+        sources: dict[str, Iterator[np.ndarray]] = {name: altered(originals, alter, rng) for name, alter in ALTERED.items()}
         sources["drawn boards"] = (decode(path, max_pixels=contract.max_pixels) for path in boards)
         sources["clouds of colour"] = clouds(32)
         for name, images in sources.items():

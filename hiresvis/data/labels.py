@@ -283,7 +283,12 @@ def without_unseen(scan: Scan, split: str, classes: tuple[str, ...], unseen: str
     if unseen == "drop":
         findings.append(Problem(f"{len(scan.entries) - len(kept)} images dropped, {text}", key=f"data.{split}"))
     else:
-        problems.append(Problem(f"{text}. Correct the labels, or set data.unseen: drop to leave these images out", key=f"data.{split}"))
+        problems.append(
+            Problem(
+                f"{text}. Correct the labels, or set data.unseen: drop (evaluate --data: --unseen drop) to leave these images out",
+                key=f"data.{split}",
+            )
+        )
     return replace(scan, entries=kept)
 
 

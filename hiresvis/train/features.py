@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiresvis.device import is_out_of_memory, release
+from hiresvis.device import capacity, is_out_of_memory, release
 from hiresvis.errors import DoesNotFit, first_line
 from hiresvis.train.step import TrainStep
+from hiresvis.units import format_size
 
 
 class Forward:
@@ -77,13 +78,7 @@ class Forward:
         self._features = None
         release()
         if images == 1:
-            raise DoesNotFit(
-                f"A single image ran out of memory on the {self._step.device.type} ({what}). Free memory (another process may have taken "
-                "some) and start again",
-                need_bytes=0,
-                budget_bytes=0,
-                largest_part=("one image", 0),
-            )
+            raise no_room_for_one(self._step.device, what)
         self.most = images // 2
         self._say(f"memory ran out ({what}); from here on {self.most} images at once")
 
@@ -94,6 +89,17 @@ class Forward:
     def _taken(self, images: int) -> Tensor:
         found, self._features = self._features, None
         return torch.empty(images, 0) if found is None else found.float().cpu()
+
+
+def no_room_for_one(device: torch.device, what: str) -> DoesNotFit:
+    """The error where memory ran out for a single image, which nothing smaller can stand for.
+
+    Args:
+        what: the system's own words.
+    """
+    total, others = capacity(device)
+    text = f"A single image ran out of memory ({what}); of {format_size(total)} others use {format_size(others)}. Free some and start again"
+    return DoesNotFit(text, need_bytes=total - others, budget_bytes=total - others, largest_part=("one image", total - others))
 
 
 def classifier_of(model: Any) -> nn.Module | None:

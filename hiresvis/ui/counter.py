@@ -16,7 +16,8 @@ FIRST_S, BETWEEN_S = 5.0, 30.0  # a short look says nothing
 
 @contextmanager
 def counting(what: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int | None], None]]:
-    """A function to call with (done, total), total None where nobody knows it; what it shows is gone, or stays as lines, when the block is left."""
+    """A function to call with (done, total), total None where nobody knows it; what it shows is gone, or stays as lines, when the block
+    is left."""
     if not interactive(stream):
         yield _Lines(what, stream, clock)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hiresvis.data.regions import Region
 from hiresvis.data.inputs import find_inputs
+from hiresvis.data.regions import Region
 from hiresvis.data.sources import Datasets, load_dataset, load_datasets
 from hiresvis.errors import DataError
 

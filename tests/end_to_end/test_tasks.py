@@ -115,7 +115,8 @@ def test_evaluate_repeats_the_digits(run):
     (finished,) = run.events("run_finished")
     best = next(row for row in run.events("evaluated") if row["epoch"] == finished["best_epoch"])
     done = run("evaluate", run.path(""), "--json")
-    assert done.json == finished["results"]
+    assert done.json.keys() == finished["results"].keys()
+    assert all(done.json[split].items() >= result.items() for split, result in finished["results"].items())
     told = {"images": len(run.read("split.json")["val"]), "loss": best["loss"], **best["metrics"]}
     assert {name: done.json["val"][name] for name in told} == told
     other = run("evaluate", run.path(""), "--data", run.data / f"{task_of(run)}.csv", "--json").json["data"]
