@@ -79,6 +79,8 @@ class Finish:
         fitted = Contract.read(self.folder.contract) != self.parts.contract  # by an earlier end of the run, to weights that may be replaced
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
+                if isinstance(event, Evaluated) and event.is_best:
+                    self.folder.path(STATISTICS).unlink(missing_ok=True)  # of earlier weights, whose features are others
                 if fitted and isinstance(event, Evaluated) and event.is_best:
                     try:
                         self.folder.write_json("contract.json", self.parts.contract.to_json())
@@ -179,12 +181,15 @@ class Finish:
         the same."""
         datasets, contract = self.parts.datasets, self.parts.contract
         trained = len(datasets.train) * epochs
+        samples, others = (
+            _drawn(split.samples, min(most, max(_FEWEST_DESCRIBED, trained * most // (_FORWARDS * _DESCRIBED))))
+            for split, most in ((datasets.train, _DESCRIBED), (datasets.val, _DESCRIBED // 2))
+        )
+        text = f"{len(samples)} images of train and {len(others)} of val are looked at once more, by which predict will tell drift"
+        yield Notice(level="info", text=text)
         try:
-            described = []
-            for split, most in ((datasets.train, _DESCRIBED), (datasets.val, _DESCRIBED // 2)):
-                samples = _drawn(split.samples, min(most, max(_FEWEST_DESCRIBED, trained * most // (_FORWARDS * _DESCRIBED))))
-                described.append((samples, (yield from self._described(trainer, samples, relief))))
-            (samples, train), (_, held_out) = described
+            train = yield from self._described(trainer, samples, relief)
+            held_out = yield from self._described(trainer, others, relief)
             if len(train) < 2:
                 yield Notice(level="warning", text=f"{len(train)} training images could be described; predict will tell no drift")
                 return

@@ -82,8 +82,7 @@ def class_result(found: Evaluation, contract: Contract) -> dict[str, Any]:
     wanted = found.targets.bool()
     table = _class_table(names, wanted.sum(dim=0), flags.sum(dim=0), (flags & wanted).sum(dim=0))
     for place, row in enumerate(table.values()):
-        column = (found.scores[:, [place]], found.targets[:, [place]])
-        row["average_precision"] = mean_average_precision(*column) if row["images"] else None
+        row["average_precision"] = mean_average_precision(found.scores[:, [place]], wanted[:, [place]].long()) if row["images"] else None
     return {"classes": table, "absent": _absent(names, wanted.sum(dim=0))}
 
 

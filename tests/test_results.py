@@ -12,7 +12,7 @@ import torch
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Scale
-from hiresvis.results import split_result
+from hiresvis.results import class_result, split_result
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.losses import make_loss
 from hiresvis.train.metrics import compute_metrics
@@ -99,3 +99,39 @@ def test_values_have_metrics_and_intervals_alone():
     result = split_result(found, replace(CONTRACT, task="regress", target_mean=(0.0, 0.0), target_std=(1.0, 1.0)), samples(), metric="mae")
     assert set(result) == {"images", "loss", "mae", "rmse", "r2", "intervals", "intervals_by"}
     assert set(result["intervals"]) == {"mae", "rmse", "r2"}
+
+
+def test_classes_are_counted_one_by_one():
+    """By hand: images, predictions and hits of each, every pair that occurs; a class without images is named, and divides nothing."""
+    found = made("classify")
+    scores = torch.cat([found.scores, torch.zeros(NUM_IMAGES, 1)], dim=1)
+    result = class_result(replace(found, scores=scores), replace(CONTRACT, classes=("a", "b", "never")))
+    chosen, pairs = found.scores.argmax(dim=1), {(row["label"], row["predicted"]): row["images"] for row in result["confusion"]}
+    for place, name in enumerate("ab"):
+        hits = int(((chosen == place) & (found.targets == place)).sum())
+        assert (pairs[name, name], result["classes"][name]["images"]) == (hits, NUM_IMAGES // 2)
+        assert result["classes"][name]["recall"] == hits / (NUM_IMAGES // 2)
+        assert result["classes"][name]["precision"] == hits / int((chosen == place).sum())
+    assert sum(pairs.values()) == NUM_IMAGES
+    assert [*pairs.values()] == sorted(pairs.values(), reverse=True)
+    assert result["absent"] == ["never"]
+    assert result["classes"]["never"] == {"images": 0, "predicted": 0, "precision": None, "recall": None, "f1": None}
+    f1 = [row["f1"] for row in result["classes"].values() if row["f1"] is not None]
+    assert sum(f1) / 2 == pytest.approx(found.metrics["macro_f1"])
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_labels_and_targets_are_counted_one_by_one():
+    """Labels at the run's thresholds, or a half; targets each in its own units. Means over them are the split's metrics."""
+    found = made("multilabel")
+    plain = class_result(found, replace(CONTRACT, task="multilabel"))["classes"]
+    assert sum(row["f1"] for row in plain.values()) / 2 == pytest.approx(found.metrics["macro_f1"])
+    assert sum(row["average_precision"] for row in plain.values()) / 2 == pytest.approx(found.metrics["map"])
+    fitted = replace(CONTRACT, task="multilabel", thresholds=(0.9, 0.2))
+    at_thresholds = split_result(found, fitted, samples(), metric="map")["at_thresholds"]
+    rows = class_result(found, fitted)["classes"].values()
+    assert sum(row["f1"] for row in rows) / 2 == pytest.approx(at_thresholds["macro_f1"])
+    values = made("regress", mean=(0.0, 0.0), std=(1.0, 1.0))
+    targets = class_result(values, replace(CONTRACT, task="regress", target_mean=(0.0, 0.0), target_std=(1.0, 1.0)))["targets"]
+    assert [*targets] == ["a", "b"]
+    assert sum(row["mae"] for row in targets.values()) / 2 == pytest.approx(values.metrics["mae"])

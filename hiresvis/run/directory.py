@@ -7,6 +7,7 @@ contract.json           how pixels become input     predictions.csv the best wei
 weights/best.safetensors                            report.html
 snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
 samples.csv             what was trained on         split.json      the names held out, where a share was drawn
+statistics.json         what training images are like, for predict to tell drift by
 """
 
 from __future__ import annotations
