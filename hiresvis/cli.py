@@ -230,7 +230,7 @@ def evaluate(
         if given is not None and data is None:
             raise typer.BadParameter("says how the images that --data names are read; give that too", param_hint=option)
     with ending():
-        from hiresvis.inference import evaluate as run_evaluate
+        from hiresvis.evaluating import evaluate as run_evaluate
         from hiresvis.ui.counter import counting
         from hiresvis.ui.evaluation_text import evaluation_lines
 

@@ -1,4 +1,4 @@
-"""What is done with a finished run: evaluate its best weights, predict with them. Preprocessing is the run's own contract."""
+"""`hiresvis predict`: what the best weights of a run say of other images. Preprocessing is the run's own contract."""
 
 from __future__ import annotations
 
@@ -13,135 +13,30 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from hiresvis import assemble
-from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import Contract
-from hiresvis.data.inputs import STANDARD_INPUT, Columns, Inputs, waves
-from hiresvis.data.loader import EvalLoader
+from hiresvis.data.inputs import STANDARD_INPUT, Columns, Inputs, find_inputs, waves
 from hiresvis.data.regions import Size
-from hiresvis.data.sources import Sample, load_dataset
-from hiresvis.device import capacity, in_use, is_out_of_memory, pick_device, release
+from hiresvis.data.sources import Sample
+from hiresvis.device import capacity, in_use
 from hiresvis.drift import Watch
-from hiresvis.errors import DataError, RecipeError, first_line
-from hiresvis.own_data import own_datasets
+from hiresvis.errors import DataError, RecipeError
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
-from hiresvis.recipe import Resolution
-from hiresvis.results import class_result, split_result
 from hiresvis.run import RunDirectory
-from hiresvis.supply import open_cache
 from hiresvis.train.batches import fetch
-from hiresvis.train.evaluate import Evaluation, evaluation_steps
-from hiresvis.train.features import Forward, no_room_for_one
+from hiresvis.train.features import Forward
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.mapping import MapJoin
 from hiresvis.train.step import TrainStep
-from hiresvis.trained import Trained, open_run, scores
+from hiresvis.trained import Trained, allowed_root, make_loader, make_step, open_run, scores
 from hiresvis.training_statistics import Describer, TrainingStatistics, size_of
 from hiresvis.units import format_size
 
 _NOT_FINITE = "the run's weights give outputs that are not finite: training had diverged"
-_EARLY_NAMED = 3  # bad headers that are told before the first row, each of which has its row anyway; and absent classes
+_EARLY_NAMED = 3  # bad headers that are told before the first row, each of which has its row anyway
 _BATCHES_AT_ONCE = 64  # of paths on standard input
 _SHARE_OF_FREE = 0.9
 _SAME_SCALE = 1.1  # images of train that are as large as the model's, but for so much
-
-
-def evaluate(
-    run: Path,
-    *,
-    data: Path | None = None,
-    root: Path | None = None,
-    unseen: str | None = None,
-    flips: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Metrics of the best weights: of val and test, or of other labelled data, which may have some of the run's classes alone.
-
-    Args:
-        data: class folders, or a manifest with the run's columns.
-        root: a folder that the manifest may name files below, besides its own; None: the run's data.root.
-        unseen: "error" or "drop", what is done with images of `data` whose class the run does not know; None: the run's data.unseen.
-        flips: each image is also seen mirrored, see `TrainStep.predict_with_flips`.
-        say: told what was left out, which classes have no images, and memory that ran out.
-        progress: called with (batches done, batches in all) of each split.
-
-    Returns:
-        by split, see `split_result` and `class_result`.
-
-    Raises:
-        RunFolderError, DataError: the run or the data cannot be used.
-        DoesNotFit: memory ran out for one image.
-    """
-    trained = open_run(run)
-    contract, step = trained.contract, make_step(trained)
-    if data is not None:
-        columns = trained.loaded.recipe.data
-        found = load_dataset(
-            data,
-            classes=contract.classes,
-            task=contract.task,
-            image_column=columns.image,
-            label_column=columns.label,
-            region_columns=None if data.is_dir() else columns.region,
-            root=_allowed_root(trained, root),
-            unseen=unseen or columns.unseen,
-        )
-        for warning in found.warnings:
-            say(warning)
-        splits = {"data": found}
-    else:
-        splits = {name: split for name, split in own_datasets(run, trained.loaded).splits().items() if name != "train"}
-    results: dict[str, Any] = {}
-    for name, split in splits.items():
-        found_split = _evaluation(trained, step, split.samples, flips=flips, say=say, progress=progress)
-        by_class = class_result(found_split, contract)
-        if absent := by_class.get("absent"):
-            say(f"{name}: no image of {len(absent)} of {len(contract.classes)} classes ({_listed(absent)}); means are over the others")
-        results[name] = {**split_result(found_split, contract, split.samples, metric=trained.metric), **by_class}
-    return results
-
-
-def _evaluation(
-    trained: Trained,
-    step: TrainStep,
-    samples: Sequence[Sample],
-    *,
-    flips: bool,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> Evaluation:
-    """A split by the run's own batch; where memory runs out, once more with half of it."""
-    loader = _make_loader(trained, samples, bad_images="error", cache=open_cache(trained.loaded))
-    name_of = [sample.title for sample in samples].__getitem__
-    while True:
-        try:
-            steps = evaluation_steps(step, loader, name_of=name_of, flips=flips)
-            while True:
-                try:
-                    progress(*next(steps))
-                except StopIteration as done:
-                    return done.value  # type: ignore[no-any-return]
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error, step.device):
-                raise
-            what = first_line(error)
-        release()  # out here, where the error with its traceback is gone
-        if loader.batch == 1:
-            raise no_room_for_one(step.device, what)
-        loader.set_batch(loader.batch // 2)
-        say(f"memory ran out ({what}); the split begins again with {loader.batch} images at once")
-
-
-def _allowed_root(trained: Trained, given: Path | None) -> Path | None:
-    """A folder that manifests may name files below, besides their own."""
-    own = trained.loaded.recipe.data.root
-    return trained.loaded.resolve_path(own) if given is None and own is not None else given
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_EARLY_NAMED]) + (f" and {len(names) - _EARLY_NAMED} more" if len(names) > _EARLY_NAMED else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +104,9 @@ def predict(
     if STANDARD_INPUT in asked and len(asked) > 1:
         raise RecipeError(f"{STANDARD_INPUT} stands for paths on standard input and goes alone; put the other {len(asked) - 1} there too")
     recipe = trained.loaded.recipe.data
-    inputs = Inputs(Columns(recipe.image, recipe.region, _allowed_root(trained, root)))
+    read_by = Columns(recipe.image, recipe.region, allowed_root(trained, root))
     streamed = asked == [STANDARD_INPUT]
-    if not streamed:
-        inputs.add(asked)
-        if not inputs.samples:
-            raise DataError(f"no images in {', '.join(asked)}{inputs.skipped_text()}")
+    inputs = Inputs(read_by) if streamed else find_inputs(asked, read_by)
     job = _Job(trained, _mask_writer(contract, masks, beside), watch, flips=flips, top=top, say=say)
     columns = table_columns(contract.task, contract.classes, top=top)
     again = shlex.join(["hiresvis", "evaluate", str(run), "--data", "LABELLED"])
@@ -281,31 +173,6 @@ def _mask_writer(contract: Contract, folder: Path | None, beside: Path | None) -
     return MaskWriter(open_folder(folder), contract.classes, contract.ignore_index)
 
 
-def make_step(trained: Trained) -> TrainStep:
-    """The run's step, on the device at hand, in evaluation mode: nothing is trained with it."""
-    loaded = trained.loaded
-    trainable = assemble.freeze_parts(loaded, Resolution(loaded), trained.backbone, norm=trained.plan["norm"])
-    step = assemble.make_step(loaded, trainable, trained.contract, trained.plan["precision"], pick_device())
-    step.model.eval()
-    return step
-
-
-def _make_loader(
-    trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None, with_truth: bool = True
-) -> EvalLoader:
-    """With the run's own batch, and as many of its workers as have a batch to load while another is computed."""
-    wanted = trained.loaded.recipe.data.workers
-    return EvalLoader.by(
-        trained.contract,
-        samples,
-        batch=trained.eval_batch,
-        workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
-        bad_images=bad_images,
-        cache=cache,
-        with_truth=with_truth,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Looked:
     """What headers say: sizes (height, width) by position, and of those that cannot be used the reason."""
@@ -354,7 +221,7 @@ def _rows(job: _Job, samples: Sequence[Sample], looked: _Looked) -> Iterator[dic
     contract = job.contract
     good = [index for index in range(len(samples)) if index not in looked.bad]
     usable = [samples[index] for index in good]
-    loader = _make_loader(job.trained, usable, bad_images="skip", with_truth=False)
+    loader = make_loader(job.trained, usable, bad_images="skip", with_truth=False)
     said_of = _scores_said(contract, job.top) if job.writer is None else _masks_said(contract, job.writer, usable)
     place_of = {samples[index].title: index for index in good}
     rows = {index: _row(samples[index], job, error=reason) for index, reason in looked.bad.items()}

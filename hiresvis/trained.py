@@ -3,6 +3,7 @@ begin here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from hiresvis import assemble
 from hiresvis.backbone.build import Backbone
+from hiresvis.data.cache import ImageCache
 from hiresvis.data.contract import Contract
+from hiresvis.data.loader import EvalLoader
+from hiresvis.data.sources import Sample
+from hiresvis.device import pick_device
 from hiresvis.errors import RunFolderError
-from hiresvis.recipe import LoadedRecipe, load_recipe
+from hiresvis.recipe import LoadedRecipe, Resolution, load_recipe
 from hiresvis.run import RunDirectory
+from hiresvis.train.step import TrainStep
 
 _SHOWN = 300  # letters of what torch says of weights
 
@@ -95,3 +101,35 @@ def scores(outputs: Tensor, contract: Contract) -> Tensor:
     """What predict writes and an exported graph gives, of outputs (b, k): probabilities by class, which to classify add up to 1, or
     values in the targets' own units. The contract alone decides."""
     return assemble.contract_loss(contract).scores(outputs)
+
+
+def make_step(trained: Trained) -> TrainStep:
+    """The run's step, on the device at hand, in evaluation mode: nothing is trained with it."""
+    loaded = trained.loaded
+    trainable = assemble.freeze_parts(loaded, Resolution(loaded), trained.backbone, norm=trained.plan["norm"])
+    step = assemble.make_step(loaded, trainable, trained.contract, trained.plan["precision"], pick_device())
+    step.model.eval()
+    return step
+
+
+def make_loader(
+    trained: Trained, samples: Sequence[Sample], *, bad_images: str, cache: ImageCache | None = None, with_truth: bool = True
+) -> EvalLoader:
+    """A split, or images without labels, with the run's own batch, and as many of its workers as have a batch to load while another is
+    computed."""
+    wanted = trained.loaded.recipe.data.workers
+    return EvalLoader.by(
+        trained.contract,
+        samples,
+        batch=trained.eval_batch,
+        workers=0 if isinstance(wanted, str) else min(wanted, max(0, -(-len(samples) // trained.eval_batch) - 1)),
+        bad_images=bad_images,
+        cache=cache,
+        with_truth=with_truth,
+    )
+
+
+def allowed_root(trained: Trained, given: Path | None) -> Path | None:
+    """A folder that manifests may name files below, besides their own."""
+    own = trained.loaded.recipe.data.root
+    return trained.loaded.resolve_path(own) if given is None and own is not None else given

@@ -36,7 +36,7 @@ def test_importing_the_package_loads_no_library():
 def test_commands_come_without_torchmetrics_until_a_metric_is_asked_for():
     """It takes 1.4 s and 90 MiB; before a CPU's memory is measured it can be had at once."""
     code = (
-        "import sys, hiresvis.fit, hiresvis.inference, hiresvis.checking\n"
+        "import sys, hiresvis.fit, hiresvis.evaluating, hiresvis.inference, hiresvis.checking\n"
         "from hiresvis.train import metrics\n"
         "print('torchmetrics' in sys.modules)\n"
         "metrics.load()\n"

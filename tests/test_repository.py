@@ -26,11 +26,11 @@ FLOORS = {
     **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels", "drift"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
     **dict.fromkeys(("machine", "card", "export_folder"), 7),
-    **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "export", "cli", "__main__"), 8),
+    **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "evaluating", "export", "cli", "__main__"), 8),
     **dict.fromkeys(("rehearsal", "new"), 9),  # what is made of other commands
     **dict.fromkeys(("doctor",), 10),
 }
-COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "export", "new")
+COMMANDS = ("catalog", "planning", "doctor", "fit", "checking", "inference", "evaluating", "export", "new")
 # Library -> the parts that may import it. Others may import what they like.
 ONLY_IN = {
     "rich": {"ui", "cli"},

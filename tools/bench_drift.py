@@ -26,10 +26,9 @@ from hiresvis.data.decode import decode
 from hiresvis.data.folders import scan_unlabelled
 from hiresvis.data.samples import draw_boards
 from hiresvis.drift import ALPHA, LEAST_GAP, Watch
-from hiresvis.inference import make_step
 from hiresvis.run import RunDirectory
 from hiresvis.train.features import Forward
-from hiresvis.trained import open_run
+from hiresvis.trained import make_step, open_run
 from hiresvis.training_statistics import Described, Describer, TrainingStatistics, summarise
 
 DRAWS = 200

@@ -27,7 +27,7 @@ def watch(event, given):
         sys.stderr.write(f"did {event} {given}\\n")
     elif event == "import" and given[1] and str(given[1]).startswith(mine):
         sys.stderr.write(f"imported {given}\\n")
-import hiresvis.inference
+import hiresvis.evaluating
 from hiresvis.cli import main
 sys.addaudithook(watch)
 main(arguments)
