@@ -154,7 +154,8 @@ def test_a_temperature_is_applied_everywhere_and_changes_no_class(run, tmp_path,
 def test_intervals_stand_behind_their_metrics(run):
     """In evaluate's lines, on the last screen, in the report's tiles."""
     (finished,) = run.events("run_finished")
-    lines = dict(line.split(" ", 1) for line in run("evaluate", run.path("")).out.splitlines())
+    figures, _, _ = run("evaluate", run.path("")).out.partition("\n\n")  # tables are behind
+    lines = dict(line.split(" ", 1) for line in figures.splitlines())
     result = finished["results"]["test"]
     low, high = result["intervals"]["accuracy"]
     assert lines["test.accuracy"] == f"{result['accuracy']} ({low:.3f}-{high:.3f})"
