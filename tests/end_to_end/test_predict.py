@@ -247,8 +247,9 @@ def test_of_many_files_those_that_are_broken_in_whatever_way_have_rows_in_order(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_thousand_files_of_which_thirty_are_broken_are_a_thousand_rows(trained, tmp_path):
-    """In order, thirty with the reason, by folder, by pattern and by standard input alike."""
+    """In order, thirty with the reason, by folder and by pattern alike."""
     kinds = many_images(tmp_path / "in", 1000, 30)
     for given in (tmp_path / "in", tmp_path / "in" / "*" / "*.*"):
         done = trained("predict", trained.path(""), given)
