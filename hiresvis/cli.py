@@ -206,7 +206,7 @@ def check(
         raise typer.Exit(report.exit_code)
 
 
-@app.command(epilog="Example: hiresvis evaluate runs/lesions --data new/images --flips")
+@app.command(epilog="Example: hiresvis evaluate runs/lesions --data other_site.csv --unseen drop")
 def evaluate(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Other images: class folders or a .csv.", show_default=False)] = None,
@@ -223,8 +223,6 @@ def evaluate(
 
     --json: by split images, loss, metrics, intervals; classes (images, predicted, precision, recall, f1) and absent; to classify
     calibration and confusion (label, predicted, images), for multilabel at_thresholds, to regress targets, to segment iou and share.
-
-    Example: hiresvis evaluate runs/lesions --data other_site.csv --unseen drop
     """
     for given, option in ((root, "--root"), (unseen, "--unseen")):
         if given is not None and data is None:
@@ -255,7 +253,7 @@ def evaluate(
             say(f"plot: {plot}")
 
 
-@app.command(epilog="Example: hiresvis predict runs/lesions new/*.tif --out rows.csv")
+@app.command(epilog="Example: hiresvis predict runs/lesions 'new/**/*.tif' --out rows.csv")
 def predict(
     run: RunPath,
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Images, folders, 'a/**/*.png', .csv, or -.", show_default=False)],
@@ -278,8 +276,6 @@ def predict(
     rows come as they do. drift is an image's distance from the training images: above 1 it is farther than 99% of such images.
 
     --json: path; label, score, scores and top (classify), labels and scores, values, or mask and shares; drift; error. null: not known.
-
-    Example: hiresvis predict runs/lesions 'scans/**/*.tif' --out predictions.csv
     """
     as_json = rows_as_json(out, as_json)
     with ending():

@@ -105,7 +105,8 @@ def test_evaluate_repeats_the_digits_and_gives_each_class(run):
     done = run("evaluate", run.path(""), "--json").json
     best = {row["split"]: row for row in run.events("evaluated") if row["split"] == "test" or row["is_best"]}
     for split in ("val", "test"):
-        classes = done[split].pop("classes")
+        classes, absent = done[split].pop("classes"), done[split].pop("absent")
+        assert absent == [name for name, row in classes.items() if not row["share"]]
         assert done[split] == {"images": 6 if split == "val" else 5, "loss": best[split]["loss"], **best[split]["metrics"]}
         assert list(classes) == list(SHAPES)
         assert np.mean([row["iou"] for row in classes.values()]) == pytest.approx(done[split]["miou"])
