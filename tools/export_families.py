@@ -22,7 +22,7 @@ from torch import nn
 
 from hiresvis.backbone.build import build_backbone
 from hiresvis.data.contract import Contract, load_image
-from hiresvis.data.sources import load_unlabelled
+from hiresvis.data.inputs import find_inputs
 from hiresvis.data.transforms import Scale
 from hiresvis.errors import HiresvisError, RecipeError
 from hiresvis.onnx_graph import BOUND, Graph, write_onnx
@@ -36,7 +36,7 @@ def pixels(folder: Path | None, contract: Contract) -> list[torch.Tensor]:
     if folder is None:
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(0, 256, (count, *contract.image_size, 3), dtype=torch.uint8, generator=generator) for count in (2, 3)]
-    files = [sample.path for sample in load_unlabelled([folder]).samples]
+    files = [sample.path for sample in find_inputs([str(folder)]).samples]
     chosen = [files[position * len(files) // NUM_IMAGES] for position in range(NUM_IMAGES)]
     preprocess = contract.preprocess()
     arrays = [torch.from_numpy(load_image(path, preprocess, max_pixels=contract.max_pixels)) for path in chosen]
