@@ -235,12 +235,15 @@ def predict(
     masks: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task segment: a new folder for the masks; FILE_masks.", show_default=False)
     ] = None,
+    heat: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder for a PNG of each image's evidence.", show_default=False)
+    ] = None,
 ) -> None:
     """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3."""
     with ending():
         from hiresvis.inference import predict as run_predict
 
-        found = run_predict(run, paths, flips=flips, masks=masks, beside=out)
+        found = run_predict(run, paths, flips=flips, masks=masks, beside=out, heat=heat)
         for note in found.notes:
             say(note)
         if out is None:

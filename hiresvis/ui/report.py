@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from markupsafe import Markup
 
 from hiresvis.run.files import write_text
 from hiresvis.ui import charts
-from hiresvis.ui.run_files import Prediction, RunFiles, read_run
+from hiresvis.ui.run_files import Picture, Prediction, RunFiles, read_run, worst
 from hiresvis.ui.scores import SplitScores, label_scores, mask_scores, split_scores, target_scores
 from hiresvis.ui.state import RunState
 from hiresvis.ui.svg import hatch
@@ -33,7 +32,6 @@ from hiresvis.ui.text import (
 from hiresvis.ui.thumbnails import thumbnail
 from hiresvis.units import format_duration, format_size
 
-NUM_WORST = 12
 TABLE_CLASSES = 20  # a confusion table with numbers up to here, a grid of shades up to GRID_CLASSES
 GRID_CLASSES = 120
 NUM_CONFUSED = 12
@@ -64,7 +62,9 @@ def render_report(run: RunFiles) -> str:
     environment = Environment(
         loader=PackageLoader("hiresvis", "ui"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(size=format_size, number=number, percent=percent, speed=speed, duration=format_duration, rate=_rate)
+    environment.filters.update(
+        size=format_size, number=number, percent=percent, speed=speed, duration=format_duration, rate=_rate, told=_told
+    )
     return environment.get_template("report.html.j2").render(_context(run))
 
 
@@ -95,6 +95,7 @@ def _context(run: RunFiles) -> dict[str, Any]:
         "ladder": _ladder(run),
         **_scores(run, splits),
         "worst": _worst(run),
+        "has_evidence": bool(run.pictures),
         "is_regression": run.task in ("regress", "segment"),
         "resolved": state.resolved,
         "resolved_text": run.resolved,
@@ -109,6 +110,17 @@ def _context(run: RunFiles) -> dict[str, Any]:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
+
+
+def _told(picture: Picture) -> str:
+    """What a picture of evidence shows."""
+    if picture.what == "seen":
+        return f"as the model was given it, {picture.size[1]}x{picture.size[0]}" if len(picture.size) == 2 else "as the model was given it"
+    if picture.empty:
+        return f"nothing speaks for {picture.name}"
+    return {"detail": "detail, pixel for pixel", "value": f"what moves {picture.name}"}.get(picture.what) or (
+        f"for {picture.name} ({'the label' if picture.what == 'label' else picture.what})"
+    )
 
 
 def _model(run: RunFiles) -> tuple[str, str]:
@@ -249,10 +261,11 @@ def _score_context(found: SplitScores) -> dict[str, Any]:
 
 
 def _worst(run: RunFiles) -> list[dict[str, Any]]:
-    """The labelled samples of the highest loss, wrong ones first, with a preview where the image can be read."""
-    labelled = [row for row in run.predictions if row.label]
-    labelled.sort(key=lambda row: (row.right, -row.loss if math.isfinite(row.loss) else 0.0))
-    return [{"row": row, "name": _short_path(row.path), "image": _preview(run.folder, row)} for row in labelled[:NUM_WORST]]
+    """The worst samples: with pictures of where the evidence lies, else a preview where the image can be read."""
+    return [
+        {"row": row, "name": _short_path(row.path), "pictures": run.pictures.get((row.split, row.path)), "image": _preview(run, row)}
+        for row in worst(run.predictions)
+    ]
 
 
 def _short_path(path: str) -> str:
@@ -260,9 +273,11 @@ def _short_path(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _preview(folder: Path, row: Prediction) -> str | None:
+def _preview(run: RunFiles, row: Prediction) -> str | None:
+    if (row.split, row.path) in run.pictures:
+        return None
     path = Path(row.path)
-    for candidate in (path, folder / path):
+    for candidate in (path, run.folder / path):
         if candidate.is_file():
             return thumbnail(candidate)
     return None
