@@ -23,7 +23,7 @@ from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
 from hiresvis.recipe.schema import loss_of
 from hiresvis.recipe.tasks import METRICS
-from hiresvis.results import split_result
+from hiresvis.results import reliability_of, split_result
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted
 from hiresvis.train.calibration import fit_scores
@@ -155,6 +155,7 @@ class Finish:
                 best_epoch=epoch,
             )
         self.folder.write_text("predictions.csv", predictions_text(results, contract.classes, contract.thresholds))
+        self.folder.write_json("reliability.json", {name: reliability_of(found, contract) for name, found in results.items()})
         splits = datasets.splits()
         return {name: split_result(found, contract, splits[name].samples, metric=self.metric) for name, found in results.items()}
 

@@ -6,6 +6,7 @@ import base64
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hiresvis.errors import RunFolderError
 from hiresvis.run.directory import read_events
 from hiresvis.run.events import Event
 from hiresvis.ui.state import EpochSummary, RunState, replay
+from hiresvis.ui.times import Times, times_of
 from hiresvis.units import format_size
 
 EVIDENCE = "worst/index.json"  # pictures of where the evidence for the worst errors lies
@@ -76,7 +78,11 @@ class RunFiles:
     """What a run folder holds; `gaps` says in words what it lacks.
 
     Attributes:
+        resolved, recipe: recipe.resolved.yaml and recipe.yaml as they are.
         pictures: by (split, path), where `fit` has made some.
+        reliability: by split, see `results.reliability_of`.
+        labels: how often each label is in the data, by split.
+        times: where the run's time went.
     """
 
     folder: Path
@@ -87,6 +93,10 @@ class RunFiles:
     predictions: tuple[Prediction, ...]
     gaps: tuple[str, ...]
     pictures: Mapping[tuple[str, str], tuple[Picture, ...]] = field(default_factory=dict)
+    recipe: str = ""
+    reliability: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    times: Times = field(default_factory=Times)
 
     @property
     def task(self) -> str:
@@ -130,8 +140,14 @@ def read_run(folder: Path) -> RunFiles:
         raise RunFolderError(
             f"{folder}: nothing to report (no events.jsonl, metrics.csv or plan.json); give a folder that hiresvis fit made"
         )
-    pictures = _pictures(folder / EVIDENCE, gaps) if (folder / EVIDENCE).is_file() else {}
-    return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps), pictures)
+    later: dict[str, Any] = {  # what earlier releases did not write is no gap
+        "pictures": _pictures(folder / EVIDENCE, gaps) if (folder / EVIDENCE).is_file() else {},
+        "recipe": _text(folder / "recipe.yaml", []),
+        "reliability": _json(folder / "reliability.json", gaps) if (folder / "reliability.json").is_file() else {},
+        "labels": _labels(folder / "samples.csv"),
+        "times": times_of(events),
+    }
+    return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps), **later)
 
 
 def _text(path: Path, gaps: list[str]) -> str:
@@ -220,6 +236,15 @@ def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Itera
         elif label is not None and values:
             scores = tuple(values.get(f"score_{name}", math.nan) for name in classes)
             yield Prediction(**said, label=label or NO_CLASS, predicted=predicted or NO_CLASS, values=scores)
+
+
+def _labels(path: Path) -> dict[str, Counter[str]]:
+    """How often each label occurs, by split; a sample of several labels counts for each."""
+    found: dict[str, Counter[str]] = {}
+    for row in _rows(path, []):
+        if row.get("split"):
+            found.setdefault(row["split"], Counter()).update(row["label"].split("|") if row.get("label") else [NO_CLASS])
+    return found
 
 
 def _pictures(path: Path, gaps: list[str]) -> dict[tuple[str, str], tuple[Picture, ...]]:
