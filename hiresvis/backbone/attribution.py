@@ -1,18 +1,16 @@
-"""Where in an image the evidence for an output lies: HiResCAM (Draelos and Carin 2020, *Use HiResCAM instead of Grad-CAM for faithful
-explanations of convolutional neural networks*) on the last feature map.
+"""Where in an image the evidence for an output lies: Grad-CAM (Selvaraju et al. 2017) on the last map that the output follows from.
 
-Each cell of the map gets the sum over its channels of activation times gradient. With global average pooling and one linear layer that is
-what the cell adds to the output, exactly, and the same as Grad-CAM. Grad-CAM averages the gradient over all cells first, which
-holds for such heads alone; an attention layer weighs each cell by itself.
+- Cell by cell (HiResCAM, Draelos and Carin 2020), where a head takes a map or patch tokens: each cell gets the sum over its channels of
+  activation times gradient. Behind average pooling and one linear layer that is what the cell adds to the output, exactly, and the same as
+  Grad-CAM; an attention pool weighs each cell by itself.
+- Grad-CAM itself, where a class token is pooled: it has all of its evidence by then, and the other tokens no gradient. So the tokens are
+  those that the last block takes. Their gradients come through one softmax and differ in sign from patch to patch, so their mean over
+  patches is taken, times the activation less what all patches have in common, which says nothing of a place.
 
-- ConvNets and pyramids: the map that timm's `forward_head` takes. All before it runs without a graph.
-- Plain transformers: the patch tokens that the last block takes. What it gives is too late: a class token that is pooled has all its
-  evidence by then, and patches have no gradient. Gradients need no attention weights, which fused attention never makes; rollout (Abnar and
-  Zuidema 2020) would have to run each block's attention again, and knows no class.
-
-So backward runs through a head, or the last block and the head: what is held is little more than an evaluation of the same images. A map
-has the model's stride and says no more than that; where evidence arises outside of its cell, in what a cell sees around it, it is told at
-the cell.
+Either way the graph begins there: what is held is little more than an evaluation of the same images, by a head or a block. Gradients need
+no attention weights, which fused attention never makes; rollout (Abnar and Zuidema 2020) would have to run the attention of all blocks
+again, and knows no class. A map has the model's stride and says no more than that; where a cell sees around itself, what it sees there is
+told at the cell.
 """
 
 from __future__ import annotations
@@ -71,14 +69,14 @@ def contributions(model: nn.Module, images: Tensor, asked: Sequence[Asked]) -> T
     with without_plan(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         with _cut_before(_last_block(model)) as cut:
             features = network.forward_features(images)
-            leaf, after = (cut[0], features) if cut else _leaf_of(features)
+        if not isinstance(features, Tensor) or features.dim() not in (3, 4):
+            raise ValueError("its features are no single map")
+        taken = [features if features.requires_grad else features.detach().requires_grad_(), *cut]
         with torch.enable_grad():
-            outputs = network.forward_head(after).float()
+            outputs = network.forward_head(taken[0].clone()).float()  # a head may write to what it takes
             totals = [one(outputs).sum() * _SCALE for one in asked]
-            found = [torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)[0] for total in totals]
-        if any(gradient is None for gradient in found):
-            raise ValueError("its outputs do not follow from its last map alone")
-        return torch.stack([_cells(model, leaf.detach().float(), gradient.float() / _SCALE, images) for gradient in found])
+            found = [torch.autograd.grad(total, taken, retain_graph=True, allow_unused=True) for total in totals]
+        return torch.stack([_cells(model, [one.detach().float() for one in taken], gradients, images) for gradients in found])
 
 
 def grown(contribution: Tensor, size: tuple[int, int]) -> Tensor:
@@ -101,15 +99,6 @@ def attribute(model: nn.Module, images: Tensor, asked: Asked) -> Tensor:
     """Maps (b, h, w) in 0 to 1, of the images' own size, of what speaks for it; see `contributions`."""
     cells = contributions(model, images, [asked])[0]
     return torch.stack([shares(grown(one, (images.shape[-2], images.shape[-1]))) for one in cells])
-
-
-def _leaf_of(features: Any) -> tuple[Tensor, Tensor]:
-    """The features as the beginning of a graph, and a copy for a head that may write to it."""
-    if not isinstance(features, Tensor) or features.dim() not in (3, 4):
-        raise ValueError("its features are no single map")
-    leaf = features.detach().requires_grad_()
-    with torch.enable_grad():
-        return leaf, leaf.clone()
 
 
 def _last_block(model: nn.Module) -> nn.Module | None:
@@ -149,21 +138,31 @@ def _cut_before(block: nn.Module | None) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def _cells(model: nn.Module, features: Tensor, gradient: Tensor, images: Tensor) -> Tensor:
-    """(b, rows, columns) of activation times gradient, summed over channels.
+def _cells(model: nn.Module, taken: Sequence[Tensor], gradients: Sequence[Tensor | None], images: Tensor) -> Tensor:
+    """(b, rows, columns) of what cells contribute.
+
+    Args:
+        taken: what the head takes, then, of a transformer, what the last block takes.
 
     Raises:
         ValueError: tokens that are no grid of the image, or none that has a gradient.
     """
-    if features.dim() == 4:
-        dim = -1 if _channels_last(model, features) else 1
-    else:
-        rows, columns = _grid(model, features.shape[1], images.shape[-2:])
-        features, gradient = (one[:, -rows * columns :].unflatten(1, (rows, columns)) for one in (features, gradient))
-        dim = -1
-    if not gradient.any():
-        raise ValueError("no cell of its last map has a part in the outputs")
-    return (features * gradient).sum(dim=dim)
+    for number, (values, raw) in enumerate(zip(taken, gradients, strict=True)):
+        if raw is None:
+            continue
+        gradient = raw.float() / _SCALE
+        if values.dim() == 4:
+            dim = -1 if _channels_last(model, values) else 1
+        else:
+            rows, columns = _grid(model, values.shape[1], images.shape[-2:])
+            values, gradient = (one[:, -rows * columns :].unflatten(1, (rows, columns)) for one in (values, gradient))
+            dim = -1
+        if not gradient.any():
+            continue
+        if number:
+            values, gradient = values - values.mean(dim=(1, 2), keepdim=True), gradient.mean(dim=(1, 2), keepdim=True)
+        return (values * gradient).sum(dim=dim)
+    raise ValueError("no cell of its last map has a part in the outputs")
 
 
 def _channels_last(model: nn.Module, features: Tensor) -> bool:

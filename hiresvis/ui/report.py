@@ -217,33 +217,33 @@ def status_of(state: RunState) -> tuple[str, str]:
     return "warn", "not finished: no training step is recorded"
 
 
-def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
-    """The few numbers that matter most: (name, value, remark)."""
+def _tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    """The few numbers that matter most: (name, value, its interval, remark)."""
     state, tiles = run.state, []
     if state.best:
         metric, value, epoch = state.best
         ends = interval_text(intervals_of(state.finished, "val").get(metric))
-        tiles.append((f"best {metric}, validation", f"{number(value, 4)}{ends}", f"epoch {epoch} of {state.num_epochs or '?'}"))
+        tiles.append((f"best {metric}, validation", number(value, 4), ends, f"epoch {epoch} of {state.num_epochs or '?'}"))
     tests = state.finished.test_metrics if state.finished else state.test.metrics if state.test else {}
     if tests:
         name = state.best[0] if state.best and state.best[0] in tests else next(iter(tests))
         others = ", ".join(f"{key} {number(value)}" for key, value in tests.items() if key != name)
         ends = interval_text(intervals_of(state.finished, "test").get(name))
-        tiles.append((f"{name}, test", f"{number(tests[name], 4)}{ends}", others))
+        tiles.append((f"{name}, test", number(tests[name], 4), ends, others))
     measured, _ = charts.measured_peaks(run.plan)
     if state.finished and not measured:
         measured = state.finished.measured_peak_bytes
     budget = int(run.plan.get("budget_bytes") or (state.plan.budget_bytes if state.plan else 0))
     if measured and budget:
-        tiles.append(("measured peak", format_size(measured), f"{percent(measured / budget)} of {format_size(budget)} budget"))
+        tiles.append(("measured peak", format_size(measured), "", f"{percent(measured / budget)} of {format_size(budget)} budget"))
     if state.plan:
         batch = f"{state.plan.micro_batch} x {state.plan.accumulation}"
-        tiles.append(("micro-batch x accum", batch, f"batch {state.plan.batch}, {state.plan.precision}"))
+        tiles.append(("micro-batch x accum", batch, "", f"batch {state.plan.batch}, {state.plan.precision}"))
     speeds = [epoch.images_per_second for epoch in state.epochs if epoch.images_per_second]
     pace = sum(speeds) / len(speeds) if speeds else state.images_per_second
     if pace:
         seconds = state.finished.seconds if state.finished else 0.0
-        tiles.append(("images per second", speed(pace), f"{format_duration(seconds)} in all" if seconds else "in training"))
+        tiles.append(("images per second", speed(pace), "", f"{format_duration(seconds)} in all" if seconds else "in training"))
     return tiles
 
 

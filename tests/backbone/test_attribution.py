@@ -57,16 +57,22 @@ def test_cells_add_up_to_the_output_where_the_head_is_linear(lab: Any, name: str
     torch.testing.assert_close(cells.sum(dim=(2, 3)).T + bias, logits[:, [1, 3]], rtol=1e-4, atol=1e-5)
 
 
-def test_patch_tokens_have_the_gradient_of_the_whole_network(lab: Any) -> None:
-    """A plain transformer's cells are those of a graph over everything, at what its last block takes; the class token is none."""
-    model: Any = lab.make_model("vit_tiny_patch16_224").eval()
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_patch_tokens_have_the_gradient_of_the_whole_network(lab: Any, pool: str) -> None:
+    """A plain transformer's cells are those of a graph over everything: at what its head takes, or, where that is the class token alone,
+    Grad-CAM at what its last block takes. Tokens that are no patch are no cells."""
+    model: Any = lab.make_model("vit_tiny_patch16_224", global_pool=pool).eval()
     cells = contributions(model, images(), [log_odds(2)])[0]
     taken: list[Tensor] = []
-    handle = model.blocks[-1].register_forward_pre_hook(lambda _, args: taken.append(args[0]))
-    (gradient,) = torch.autograd.grad(log_odds(2)(model(images())).sum(), taken)
-    handle.remove()
-    wanted = (taken[0] * gradient).sum(dim=2)[:, 1:].unflatten(1, (4, 4))
-    torch.testing.assert_close(cells, wanted.detach(), rtol=1e-4, atol=1e-7)
+    model.blocks[-1].register_forward_pre_hook(lambda _, args: taken.append(args[0]))
+    model.blocks[-1].register_forward_hook(lambda _, args, out: taken.append(out))
+    gradients = torch.autograd.grad(log_odds(2)(model(images())).sum(), taken)
+    tokens, gradient = ((one[:, 1:].detach()) for one in (taken[pool == "avg"], gradients[pool == "avg"]))
+    if pool == "token":
+        assert not gradients[1][:, 1:].any(), "the class token has all of it by then"
+        tokens, gradient = tokens - tokens.mean(dim=1, keepdim=True), gradient.mean(dim=1, keepdim=True)
+    wanted = (tokens * gradient).sum(dim=2).unflatten(1, (4, 4))
+    torch.testing.assert_close(cells, wanted, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
