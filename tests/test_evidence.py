@@ -94,6 +94,14 @@ def test_a_long_image_in_windows_is_joined_at_a_smaller_scale(tmp_path: Path, mo
         look(fit="tile").at(sample, [output(0)], most_windows=3)
 
 
+def test_windows_leave_no_seams(tmp_path: Path) -> None:
+    """Of an image that is the same everywhere the map is too: where windows overlap it is their mean, and no place is left out."""
+    Image.new("RGB", (150, 170), "white").save(tmp_path / "a.png")
+    seen = look(fit="tile", overlap=0.4).at(Sample(file=tmp_path / "a.png", label=0, row=""), [output(0)])
+    np.testing.assert_allclose(seen.maps[0], 1.0, atol=1e-5)
+    assert (seen.pixels == 255).all()
+
+
 def test_values_count_whichever_way_they_are_moved(tmp_path: Path) -> None:
     """To regress, what lowers a value is evidence as well as what raises it."""
     sample, values = spotted(tmp_path / "a.png", (64, 64), (20, 40)), {"target_mean": (0.0, 0.0), "target_std": (1.0, 1.0)}

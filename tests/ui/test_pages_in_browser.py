@@ -29,9 +29,9 @@ FACTS = """JSON.stringify({
   sections: [...document.querySelectorAll("section[id]")].map((one) => one.id),
   scores: document.querySelectorAll("section.scores").length,
   images: [...document.images].map((one) => [one.complete, one.naturalWidth]),
-  wide: document.documentElement.scrollWidth - window.innerWidth,
+  wide: document.documentElement.scrollWidth - WIDTH,
   outside: [...document.querySelectorAll("body *")].filter((one) => !one.closest(".scroll, svg, pre, details:not([open]), .turn"))
-    .filter((one) => one.getBoundingClientRect().right > window.innerWidth + 1).map((one) => one.tagName + "." + one.className),
+    .filter((one) => one.getBoundingClientRect().right > WIDTH + 1).map((one) => one.tagName + "." + one.className),
   paper: getComputedStyle(document.documentElement).backgroundColor,
   ink: getComputedStyle(document.documentElement).color,
   drawings: [...document.querySelectorAll("svg.chart")].map((one) => one.getBoundingClientRect().width),
@@ -67,6 +67,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     _session: str | None = None
+    width = 0
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """What the browser answers; events that come before are kept."""
@@ -94,6 +95,7 @@ class Browser:
     def open(self, page: Path, *, width: int, dark: bool, script: bool = True) -> None:
         """The page, loaded, in a window so wide."""
         self.events.clear()
+        self.width = width
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="screen", features=[scheme])
@@ -103,7 +105,8 @@ class Browser:
             self.events.append(self._next())
 
     def evaluate(self, expression: str) -> Any:
-        """The JSON that an expression gives in the page."""
+        """The JSON that an expression gives in the page; WIDTH in it is the window's, since a phone's grows with what is too wide."""
+        expression = expression.replace("WIDTH", str(self.width))
         found = self.call("Runtime.evaluate", expression=expression)
         assert "exceptionDetails" not in found, found
         return json.loads(found["result"]["value"])
