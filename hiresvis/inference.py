@@ -19,6 +19,7 @@ from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Sample, load_dataset, load_unlabelled
 from hiresvis.device import pick_device
 from hiresvis.errors import DataError, RecipeError
+from hiresvis.evidence import Look, new_heat_folder, with_heat
 from hiresvis.own_data import own_datasets
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
@@ -93,17 +94,26 @@ class Predictions:
     rows: Iterator[dict[str, Any]]
 
 
-def predict(run: Path, paths: Sequence[Path], *, flips: bool = False, masks: Path | None = None, beside: Path | None = None) -> Predictions:
+def predict(
+    run: Path,
+    paths: Sequence[Path],
+    *,
+    flips: bool = False,
+    masks: Path | None = None,
+    beside: Path | None = None,
+    heat: Path | None = None,
+) -> Predictions:
     """What the best weights say of files and folders; each file once, at its first place.
 
     Args:
         flips: as in `evaluate`.
         masks: of a run of segment: the new folder that a mask of each image is written to.
         beside: the file that the rows will be in; without `masks` the folder is beside it.
+        heat: a new folder for pictures of where the evidence for what is predicted lies, see `evidence.with_heat`.
 
     Raises:
         RunFolderError, DataError: the run cannot be used, a path does not exist, or there is no image at all.
-        RecipeError: masks are wanted of another task, or no folder is given for them.
+        RecipeError: masks or heat maps are wanted of a task that has none, or no folder is given for masks.
     """
     trained = open_run(run)
     writer = _mask_writer(trained.contract, masks, beside)
@@ -119,8 +129,11 @@ def predict(run: Path, paths: Sequence[Path], *, flips: bool = False, masks: Pat
     notes += [f"{samples[index].title}  {reason}" for index, reason in list(bad.items())[:_EARLY_NAMED]]
     if len(bad) > _EARLY_NAMED:
         notes.append(f"... and {len(bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
-    columns = table_columns(trained.contract.task, trained.contract.classes)
-    return Predictions(columns, len(samples), tuple(notes), _rows(trained, samples, bad, writer, flips=flips))
+    columns, rows = table_columns(trained.contract.task, trained.contract.classes), _rows(trained, samples, bad, writer, flips=flips)
+    if heat is not None:
+        look = Look(trained.backbone.model, trained.contract, trained.plan["precision"], pick_device())
+        columns, rows = (*columns, "heat"), with_heat(rows, samples, look, new_heat_folder(heat, trained.contract))
+    return Predictions(columns, len(samples), tuple(notes), rows)
 
 
 def _mask_writer(contract: Contract, folder: Path | None, beside: Path | None) -> MaskWriter | None:

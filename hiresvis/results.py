@@ -8,7 +8,7 @@ from typing import Any
 
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Sample
-from hiresvis.train.calibration import at_thresholds, calibration_error
+from hiresvis.train.calibration import at_thresholds, calibration_error, reliability
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.intervals import intervals, told_with_interval
 from hiresvis.train.mask_evaluation import PixelCounts
@@ -52,6 +52,25 @@ def split_result(found: Evaluation, contract: Contract, samples: Sequence[Sample
         ends = _lists(intervals(found.task, flags, found.targets, names=names, groups=drawn))
         result["at_thresholds"] = {**{name: metrics[name] for name in names}, "intervals": ends}
     return result
+
+
+def reliability_of(found: Evaluation, contract: Contract) -> dict[str, list[tuple[int, float, float]]]:
+    """Reliability diagrams of a split, see `calibration.reliability`; empty for a task whose outputs are no probabilities.
+
+    Returns:
+        classify: after (as scores are read) and, where a temperature is fitted, before, of each image's prediction. multilabel: after, of
+        each score of each image.
+    """
+    if found.task == "multilabel":
+        return {"after": reliability(found.scores.flatten(), found.targets.bool().flatten())}
+    if found.task != "classify":
+        return {}
+    best, predicted = found.scores.max(dim=1)
+    right = predicted == found.targets
+    after = {"after": reliability(best, right)}
+    if contract.temperature == 1:
+        return after
+    return {**after, "before": reliability(found.outputs.softmax(dim=1).max(dim=1).values, right)}
 
 
 def _by_class(pixels: PixelCounts, classes: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(("backbone", "data"), 3),
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply", "plan_report", "results"), 5),
-    **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels"), 6),
+    **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels", "evidence"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
     **dict.fromkeys(("machine", "card", "export_folder"), 7),
     **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "export", "cli", "__main__"), 8),

@@ -7,6 +7,7 @@ contract.json           how pixels become input     predictions.csv the best wei
 weights/best.safetensors                            report.html
 snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
 samples.csv             what was trained on         split.json      the names held out, where a share was drawn
+reliability.json        how far scores are right    worst/          pictures of the evidence for the worst errors
 """
 
 from __future__ import annotations
