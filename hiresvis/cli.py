@@ -269,6 +269,9 @@ def predict(
     masks: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task segment: a new folder for the masks; FILE_masks.", show_default=False)
     ] = None,
+    heat: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder for a PNG of each image's evidence.", show_default=False)
+    ] = None,
 ) -> None:
     """Classes and scores, values, or masks, of each image as CSV. A file that cannot be read has its row with the reason; exit code 3.
 
@@ -281,7 +284,9 @@ def predict(
     with ending():
         from hiresvis.inference import predict as run_predict
 
-        found = run_predict(run, paths, flips=flips, masks=masks, beside=out, top=top_k, tile=tile, overlap=overlap, root=root, say=say)
+        found = run_predict(
+            run, paths, flips=flips, masks=masks, beside=out, heat=heat, top=top_k, tile=tile, overlap=overlap, root=root, say=say
+        )
         deliver(found, out, as_json)
 
 
@@ -306,14 +311,31 @@ def export(
         print_report(found, as_json)
 
 
-@app.command(epilog="Example: hiresvis report runs/lesions")
-def report(run: RunPath) -> None:
-    """Write report.html from the files of a run, and print its path."""
+@app.command(epilog="Example: hiresvis report runs/lesions --compare runs/second runs/third --price 2.5")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder; with --compare several.", show_default=False)],
+    compare: Annotated[bool, typer.Option("--compare", help="The runs side by side, in RUN/compare.html of the first.")] = False,
+    price: Annotated[float | None, typer.Option(metavar="P", min=0, help="Of the device per hour.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write the comparison here.", show_default=False)] = None,
+) -> None:
+    """Write report.html from the files of a run, or a page of several side by side, and print its path."""
+    if compare != (len(runs) > 1):
+        hint = "--compare needs another run to compare with" if compare else "one run has a report; several are compared: --compare"
+        raise typer.BadParameter(hint, param_hint="RUN...")
+    if out is not None and not (compare and out.suffix.lower() in (".html", ".htm")):
+        raise typer.BadParameter("names the .html file of a comparison", param_hint="--out")
     with ending():
         from hiresvis.run import RunDirectory
-        from hiresvis.ui.report import write_report
 
-        print(write_report(RunDirectory.open(run).root))
+        roots = [RunDirectory.open(run).root for run in runs]
+        if compare:
+            from hiresvis.ui.compare import write_comparison
+
+            print(write_comparison(roots, out or roots[0] / "compare.html", price_per_hour=price))
+        else:
+            from hiresvis.ui.report import write_report
+
+            print(write_report(roots[0], price_per_hour=price))
 
 
 @app.command(epilog="Example: hiresvis show runs/lesions --follow")

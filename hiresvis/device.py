@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import sys
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from hiresvis.memory.budget import (
     CUDA_BUDGET_SHARE,
     CUDA_CONTEXT_BYTES,
     Budget,
+    num_cores,
     reserve_of,
 )
 from hiresvis.units import MIB, format_size
@@ -53,6 +57,22 @@ def capacity(device: torch.device) -> tuple[int, int]:
     if limit is not None and limit < total:
         total, available = limit, max(0, limit - used)
     return total, max(0, total - available - in_use(device))
+
+
+def machine(device: torch.device, name: str) -> dict[str, Any]:
+    """What a run is made on, in plain values: device (its name), memory_bytes (of the device), cores, system, python, and packages."""
+    versions = {}
+    for package in ("hiresvis", "torch", "torchvision", "timm", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "device": name,
+        "memory_bytes": capacity(device)[0],
+        "cores": num_cores(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": versions,
+    }
 
 
 def control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:

@@ -19,12 +19,12 @@ from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Datasets, Sample
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted
+from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, first_line
 from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
 from hiresvis.recipe.schema import loss_of
 from hiresvis.recipe.tasks import METRICS
-from hiresvis.results import split_result
+from hiresvis.results import reliability_of, split_result
 from hiresvis.run import RunDirectory
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted
 from hiresvis.train.batches import fetch
@@ -107,6 +107,7 @@ class Finish:
             )
             yield finished  # recorded by now, so the report sees a finished run
             if self.loaded.recipe.log.report:
+                yield from self._evidence()
                 yield from self._report()
 
     def _refuse_end_without_weights(self, epochs: int) -> None:
@@ -164,6 +165,7 @@ class Finish:
                 best_epoch=epoch,
             )
         self.folder.write_text("predictions.csv", predictions_text(results, contract.classes, contract.thresholds))
+        self.folder.write_json("reliability.json", {name: reliability_of(found, contract) for name, found in results.items()})
         splits = datasets.splits()
         return {name: split_result(found, contract, splits[name].samples, metric=self.metric) for name, found in results.items()}
 
@@ -252,6 +254,22 @@ class Finish:
             f"stopped by {self.stop.signal_name} while the best weights were evaluated; training is done and saved; go on with: {again}",
             exit_code=self.stop.exit_code,
         )
+
+    def _evidence(self) -> Iterator[Event]:
+        """Pictures of where the evidence for the worst errors lies; without them the report shows the images alone."""
+        contract, step = self.parts.contract, self.step
+        if contract.task == "segment":  # its masks are such pictures
+            return
+        from hiresvis.evidence import Look, write_worst
+
+        look = Look(step.model, contract, step.precision, step.device)
+        samples = {name: split.samples for name, split in self.parts.datasets.splits().items()}
+        try:
+            left_out = write_worst(self.folder, look, samples, stop=lambda: self.stop.requested)
+        except Exception as error:  # a picture must not end a finished run, whatever memory or a strange model does
+            left_out = first_line(error)
+        if left_out:
+            yield Notice(level="info", text=f"the report has no maps of evidence of some of the worst errors: {left_out}")
 
     def _report(self) -> Iterator[Event]:
         """The page; one that cannot be written is told, and the run is finished all the same."""

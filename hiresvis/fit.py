@@ -24,7 +24,7 @@ from hiresvis.data.augment import usable_library
 from hiresvis.data.balance import sampling, weighing
 from hiresvis.data.contract import Contract
 from hiresvis.data.loader import EvalLoader, TrainLoader
-from hiresvis.device import PeakMeter, is_out_of_memory, pick_device, return_memory_to_system
+from hiresvis.device import PeakMeter, is_out_of_memory, machine, pick_device, return_memory_to_system
 from hiresvis.errors import EnvironmentFailed, RunFolderError, first_line
 from hiresvis.finish import Finish, command, passed_over_notices
 from hiresvis.ladder import other_micro_batch, plan_chosen
@@ -181,6 +181,7 @@ class _Run:
         self.folder.write_json("contract.json", parts.contract.to_json())
         stored = {**plan_json(parts, plan), **measured_json(plan, found.measured, found.ladder), "data": fingerprints(parts.datasets)}
         stored["sizes"] = phases_json(phases)
+        stored["machine"] = machine(self.device, device_name(self.device))
         self.folder.write_json("plan.json", stored)
         keep_data(self.folder, parts.datasets)
         for event in self.early:

@@ -17,9 +17,10 @@ from hiresvis.data.contract import Contract
 from hiresvis.data.inputs import STANDARD_INPUT, Columns, Inputs, find_inputs, waves
 from hiresvis.data.regions import Size
 from hiresvis.data.sources import Sample
-from hiresvis.device import capacity, in_use
+from hiresvis.device import capacity, in_use, pick_device
 from hiresvis.drift import Watch
 from hiresvis.errors import DataError, RecipeError
+from hiresvis.evidence import Look, new_heat_folder, with_heat
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
 from hiresvis.run import RunDirectory
@@ -67,6 +68,7 @@ def predict(
     flips: bool = False,
     masks: Path | None = None,
     beside: Path | None = None,
+    heat: Path | None = None,
     top: int = 0,
     tile: bool = False,
     overlap: float | None = None,
@@ -81,6 +83,7 @@ def predict(
         flips: as in `evaluate`.
         masks: of a run of segment: the new folder that a mask of each image is written to.
         beside: the file that the rows will be in; without `masks` the folder is beside it.
+        heat: a new folder for pictures of where the evidence for what is predicted lies, see `evidence.with_heat`.
         top: of a run of classify: the best classes of each image, so many.
         tile, overlap: windows over all of each image, and the share that neighbours have in common; None: the run's.
         root: as in `evaluate`.
@@ -109,7 +112,15 @@ def predict(
     inputs = Inputs(read_by) if streamed else find_inputs(asked, read_by)
     job = _Job(trained, _mask_writer(contract, masks, beside), watch, flips=flips, top=top, say=say)
     columns = table_columns(contract.task, contract.classes, top=top)
+    look_at = None if heat is None else new_heat_folder(heat, contract)
+    columns = columns if look_at is None else (*columns, "heat")
     again = shlex.join(["hiresvis", "evaluate", str(run), "--data", "LABELLED"])
+
+    def shown(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if look_at is None:
+            return rows
+        look = Look(trained.backbone.model, contract, trained.plan["precision"], pick_device())
+        return with_heat(rows, inputs.samples, look, look_at)
 
     def ending() -> Iterator[str]:
         yield from _passed_over(inputs) if streamed else ()
@@ -118,13 +129,13 @@ def predict(
     if streamed:
         taken = map(inputs.take, waves(stdin or sys.stdin.buffer, _BATCHES_AT_ONCE * trained.eval_batch))
         rows = (row for samples in taken if samples for row in _rows(job, samples, _look(samples, contract)))
-        return Predictions(columns, None, (), rows, ending)
+        return Predictions(columns, None, (), shown(rows), ending)
     samples = tuple(inputs.samples)
     looked = _look(samples, contract)
     notes = [*_passed_over(inputs), *(f"{samples[index].title}  {reason}" for index, reason in list(looked.bad.items())[:_EARLY_NAMED])]
     if len(looked.bad) > _EARLY_NAMED:
         notes.append(f"... and {len(looked.bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
-    return Predictions(columns, len(samples), tuple(notes), _rows(job, samples, looked), ending)
+    return Predictions(columns, len(samples), tuple(notes), shown(_rows(job, samples, looked)), ending)
 
 
 def _passed_over(inputs: Inputs) -> Iterator[str]:

@@ -226,7 +226,8 @@ def is_pyramid(profile: MemoryProfile) -> bool:
 
 
 def unit_rows(profile: MemoryProfile, plan: CheckpointPlan) -> list[dict[str, Any]]:
-    """One row per unit: what it would keep when stored, and what it keeps on the device under the plan, at the plan's micro-batch."""
+    """One row per unit: what it would keep when stored, and what it keeps on the device under the plan, at the plan's micro-batch; FLOPs of
+    its forward, and how often as much its forward and backward take together."""
     rows = []
     for number, segment in enumerate(plan.segments):
         for index in range(segment.start, segment.end):
@@ -247,6 +248,7 @@ def unit_rows(profile: MemoryProfile, plan: CheckpointPlan) -> list[dict[str, An
                     "saved_bytes": saved,
                     "kept_bytes": kept,
                     "flops": unit.flops.slope * plan.micro_batch,
+                    "runs": unit.num_runs,
                 }
             )
     return rows

@@ -95,7 +95,8 @@ class PlanReport:
         - `ladder`: rows with `rung`, `spacing`, `micro_batch` (0: none fits), `predicted_peak_bytes`, `recompute_fraction`,
           `images_per_second` (null: not estimated), `verdict`.
         - `stage_rows`: `stage`, `num_units`, `stored_bytes`, `kept_bytes`, `treatment`.
-        - `units`: `name`, `stage`, `kind`, `decision`, `segment`, `saved_bytes`, `kept_bytes`, `flops`.
+        - `units`: `name`, `stage`, `kind`, `decision`, `segment`, `saved_bytes`, `kept_bytes`, `flops` (of a
+          forward), `runs` (a forward and backward over a forward, in FLOPs).
         - `run`: `images_per_second`, `seconds`, `num_train`, `epochs`, `basis`, `disk_bytes`, `price_per_hour`, `price`;
           null: not estimated; `resized`: `seconds` are an upper bound.
         - `checkpoint_plan`: the whole plan, as `CheckpointPlan.from_json` reads it.

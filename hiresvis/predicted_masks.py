@@ -66,7 +66,7 @@ class MaskWriter:
         if not self._is_finite:
             raise ValueError("outputs that are not finite")
         counts = np.bincount(numbers.reshape(-1), minlength=len(self.classes))
-        path = self._path(sample)
+        path = png_path(self.folder, sample, self._taken)
         self._write(path, values[numbers])
         return WrittenMask(path, {name: int(count) / numbers.size for name, count in zip(self.classes, counts, strict=True)})
 
@@ -74,33 +74,47 @@ class MaskWriter:
     def _fits_bytes(self) -> bool:
         return max(values_of(self.classes, self.ignore)) < 256
 
-    def _path(self, sample: Sample) -> Path:
-        """The image's name as PNG; where two images would share one, with its extension, or a number."""
-        stem = os.path.splitext(sample.name)[0]
-        names = chain((f"{stem}.png", f"{sample.name}.png"), (f"{stem}-{number}.png" for number in count(2)))
-        name = next(one for one in names if one.lower() not in self._taken)
-        self._taken.add(name.lower())
-        return self.folder / name
-
     def _write(self, path: Path, mask: np.ndarray) -> None:
         image = Image.fromarray(mask)
         if self._fits_bytes:
             image.putpalette(PALETTE.reshape(-1).tolist())  # the numbers stay
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            spare = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            image.save(spare, format="PNG")
-            spare.replace(path)
-        except OSError as error:
-            raise EnvironmentFailed(f"{path}: not written ({reason(error)}); give another folder to --masks") from error
+        write_png(image, path, "--masks")
 
 
-def open_folder(folder: Path) -> Path:
-    """The folder for masks, which nothing is in yet: an image with a mask's name must not be written over.
+def png_path(folder: Path, sample: Sample, taken: set[str]) -> Path:
+    """The image's name as PNG; where two images would share one, with its extension, or a number.
+
+    Args:
+        taken: names in the folder, in small letters; the new one is added.
+    """
+    stem = os.path.splitext(sample.name)[0]
+    names = chain((f"{stem}.png", f"{sample.name}.png"), (f"{stem}-{number}.png" for number in count(2)))
+    name = next(one for one in names if one.lower() not in taken)
+    taken.add(name.lower())
+    return folder / name
+
+
+def write_png(image: Image.Image, path: Path, option: str) -> None:
+    """Writes a picture whole or not at all; its folder is made.
+
+    Raises:
+        EnvironmentFailed: it cannot be written; names the option that gave the folder.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spare = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        image.save(spare, format="PNG")
+        spare.replace(path)
+    except OSError as error:
+        raise EnvironmentFailed(f"{path}: not written ({reason(error)}); give another folder to {option}") from error
+
+
+def open_folder(folder: Path, option: str = "--masks") -> Path:
+    """The folder for pictures, which nothing is in yet: an image with the name of one must not be written over.
 
     Raises:
         RunFolderError: something is there.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise RunFolderError(f"{folder} holds something already; give a new folder to --masks")
+        raise RunFolderError(f"{folder} holds something already; give a new folder to {option}")
     return folder

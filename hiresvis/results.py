@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Sample
-from hiresvis.train.calibration import at_thresholds, calibration_error
+from hiresvis.train.calibration import at_thresholds, calibration_error, reliability
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.intervals import intervals, told_with_interval
 from hiresvis.train.mask_evaluation import PixelCounts
@@ -103,6 +103,25 @@ def _class_table(names: Sequence[str], labelled: Tensor, predicted: Tensor, righ
 
 def _absent(names: Sequence[str], counts: Tensor) -> list[str]:
     return [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
+
+
+def reliability_of(found: Evaluation, contract: Contract) -> dict[str, list[tuple[int, float, float]]]:
+    """Reliability diagrams of a split, see `calibration.reliability`; empty for a task whose outputs are no probabilities.
+
+    Returns:
+        classify: after (as scores are read) and, where a temperature is fitted, before, of each image's prediction. multilabel: after, of
+        each score of each image.
+    """
+    if found.task == "multilabel":
+        return {"after": reliability(found.scores.flatten(), found.targets.bool().flatten())}
+    if found.task != "classify":
+        return {}
+    best, predicted = found.scores.max(dim=1)
+    right = predicted == found.targets
+    after = {"after": reliability(best, right)}
+    if contract.temperature == 1:
+        return after
+    return {**after, "before": reliability(found.outputs.softmax(dim=1).max(dim=1).values, right)}
 
 
 def _by_class(pixels: PixelCounts, classes: Sequence[str]) -> dict[str, Any]:

@@ -134,6 +134,18 @@ def test_report_prints_the_page_it_wrote(tmp_path):
     assert run.report.is_file()
 
 
+def test_report_compares_when_it_is_asked_to(tmp_path):
+    """With --compare the page of all runs is in the first one's folder, or where --out says; what does not fit together is told."""
+    runs = [RunDirectory.create(tmp_path / name, "task: classify\n").root for name in ("a", "b")]
+    for root in runs:
+        RunDirectory(root).record(Notice(time=1.0, level="info", text="hello"))
+    done = hiresvis("report", runs[0], "--compare", runs[1], "--price", "2.5")
+    assert (done.returncode, done.stdout) == (0, f"{runs[0] / 'compare.html'}\n"), done.stderr
+    assert not (runs[0] / "report.html").exists()
+    for wrong in ([*runs], [runs[0], "--compare"], [runs[0], "--out", "a.html"], [*runs, "--compare", "--out", "a.pdf"]):
+        assert hiresvis("report", *wrong).returncode == 2, wrong
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(("train", "ui", "listing", "trackers"), 4),
     **dict.fromkeys(("assemble", "predictions", "predicted_masks", "settle", "supply"), 5),
     **dict.fromkeys(("plan_report", "results", "training_statistics"), 5),
-    **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels", "drift"), 6),
+    **dict.fromkeys(("costing", "api", "trained", "own_data", "onnx_pixels", "drift", "evidence"), 6),
     **dict.fromkeys(("resume", "verify", "onnx_graph", "precheck", "batch_statistics", "finish", "command", "resizing"), 7),
     **dict.fromkeys(("machine", "card", "export_folder"), 7),
     **dict.fromkeys(("catalog", "planning", "fit", "checking", "inference", "evaluating", "export", "cli", "__main__"), 8),

@@ -607,6 +607,26 @@ def is_planned(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or isinstance(module.__dict__.get("_compiled_call_impl"), _Around)
 
 
+@contextmanager
+def without_plan(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs as if no plan were applied; afterwards as before."""
+    taken = [
+        (module, place, around)
+        for module in model.modules()
+        for place in ("forward", "_compiled_call_impl")
+        if isinstance(around := module.__dict__.get(place), _Around)
+    ]
+    try:
+        for _, _, around in taken:
+            while isinstance(around.before, _Around):  # a module that runs in slices, within a segment
+                around = around.before
+            around.remove()
+        yield
+    finally:
+        for module, place, around in taken:
+            module.__dict__[place] = around
+
+
 class PlanHandle:
     """A plan that is applied to a model. The state dict's keys are those of the bare model."""
 

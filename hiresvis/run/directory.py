@@ -8,6 +8,7 @@ weights/best.safetensors                            report.html
 snapshot/               what --resume needs         export/         weights and graphs for use elsewhere
 samples.csv             what was trained on         split.json      the names held out, where a share was drawn
 statistics.json         what training images are like, for predict to tell drift by
+reliability.json        how far scores are right    worst/          pictures of the evidence for the worst errors
 """
 
 from __future__ import annotations

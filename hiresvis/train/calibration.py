@@ -105,6 +105,22 @@ def calibration_error(scores: Tensor, targets: Tensor) -> float:
     return float(tm.multiclass_calibration_error(scores, targets, scores.shape[1], n_bins=NUM_BINS, norm="l1"))
 
 
+def reliability(scores: Tensor, right: Tensor) -> list[tuple[int, float, float]]:
+    """A reliability diagram: (predictions, mean score, share that is right) of each of the calibration error's 15 bins that has some.
+
+    Args:
+        scores: (n,) of predictions, 0 to 1.
+        right: (n,) whether each is right.
+    """
+    # As in torchmetrics: a score on a border counts above it, and 1 in the last bin.
+    bins = torch.bucketize(scores.float(), torch.linspace(0, 1, NUM_BINS + 1), right=True).sub(1).clamp(0, NUM_BINS - 1)
+    found = []
+    for number in bins.unique().tolist():
+        mine = bins == number
+        found.append((int(mine.sum()), float(scores[mine].double().mean()), float(right[mine].double().mean())))
+    return found
+
+
 def at_thresholds(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Which labels are predicted (n, k): those at or above their threshold."""
     return scores.double() >= torch.tensor(thresholds, dtype=torch.float64)

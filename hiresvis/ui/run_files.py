@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from hiresvis.errors import RunFolderError
 from hiresvis.run.directory import read_events
 from hiresvis.run.events import Event
 from hiresvis.ui.state import EpochSummary, RunState, replay
+from hiresvis.ui.times import Times, times_of
+from hiresvis.units import format_size
 
+EVIDENCE = "worst/index.json"  # pictures of where the evidence for the worst errors lies
+NUM_WORST = 12
+MOST_PICTURE_BYTES = 2_700_000  # a third more as text, in a page of less than 5 MB
 NO_CLASS = "none"  # an image of none of the classes, in words
 _SUMMARY_COLUMNS = {"epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss"}
 
@@ -48,8 +55,35 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of where the evidence lies, for one of the worst errors.
+
+    Attributes:
+        uri: a JPEG as data for the page.
+        what: seen | detail | predicted | label | missed | value.
+        name: the class or target.
+        empty: nothing speaks for it.
+        size: of `seen`: (height, width) as the model was given it.
+    """
+
+    uri: str
+    what: str
+    name: str = ""
+    empty: bool = False
+    size: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What a run folder holds; `gaps` says in words what it lacks."""
+    """What a run folder holds; `gaps` says in words what it lacks.
+
+    Attributes:
+        resolved, recipe: recipe.resolved.yaml and recipe.yaml as they are.
+        pictures: by (split, path), where `fit` has made some.
+        reliability: by split, see `results.reliability_of`.
+        labels: how often each label is in the data, by split.
+        times: where the run's time went.
+    """
 
     folder: Path
     state: RunState
@@ -58,6 +92,11 @@ class RunFiles:
     resolved: str
     predictions: tuple[Prediction, ...]
     gaps: tuple[str, ...]
+    pictures: Mapping[tuple[str, str], tuple[Picture, ...]] = field(default_factory=dict)
+    recipe: str = ""
+    reliability: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    times: Times = field(default_factory=Times)
 
     @property
     def task(self) -> str:
@@ -71,6 +110,13 @@ class RunFiles:
         if not named:
             named = sorted({row.label for row in self.predictions} | {row.predicted for row in self.predictions})
         return tuple(str(name) for name in named)
+
+
+def worst(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The labelled samples of the highest loss, wrong ones first."""
+    labelled = [row for row in predictions if row.label]
+    labelled.sort(key=lambda row: (row.right, -row.loss if math.isfinite(row.loss) else 0.0))
+    return labelled[:NUM_WORST]
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -94,7 +140,14 @@ def read_run(folder: Path) -> RunFiles:
         raise RunFolderError(
             f"{folder}: nothing to report (no events.jsonl, metrics.csv or plan.json); give a folder that hiresvis fit made"
         )
-    return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps))
+    later: dict[str, Any] = {  # what earlier releases did not write is no gap
+        "pictures": _pictures(folder / EVIDENCE, gaps) if (folder / EVIDENCE).is_file() else {},
+        "recipe": _text(folder / "recipe.yaml", []),
+        "reliability": _json(folder / "reliability.json", gaps) if (folder / "reliability.json").is_file() else {},
+        "labels": _labels(folder / "samples.csv"),
+        "times": times_of(events),
+    }
+    return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps), **later)
 
 
 def _text(path: Path, gaps: list[str]) -> str:
@@ -183,6 +236,36 @@ def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Itera
         elif label is not None and values:
             scores = tuple(values.get(f"score_{name}", math.nan) for name in classes)
             yield Prediction(**said, label=label or NO_CLASS, predicted=predicted or NO_CLASS, values=scores)
+
+
+def _labels(path: Path) -> dict[str, Counter[str]]:
+    """How often each label occurs, by split; a sample of several labels counts for each."""
+    found: dict[str, Counter[str]] = {}
+    for row in _rows(path, []):
+        if row.get("split"):
+            found.setdefault(row["split"], Counter()).update(row["label"].split("|") if row.get("label") else [NO_CLASS])
+    return found
+
+
+def _pictures(path: Path, gaps: list[str]) -> dict[tuple[str, str], tuple[Picture, ...]]:
+    """Those that the index names and that are there, as long as they are small enough for a page."""
+    found, left = dict[tuple[str, str], tuple[Picture, ...]](), MOST_PICTURE_BYTES
+    try:
+        for sample in _json(path, gaps).get("samples", ()):
+            entries = [(entry, (path.parent / Path(entry["file"]).name).read_bytes()) for entry in sample["pictures"]]
+            left -= sum(len(data) for _, data in entries)
+            if left < 0:
+                gaps.append(f"{EVIDENCE}: more pictures than {format_size(MOST_PICTURE_BYTES)}")
+                break
+            found[str(sample["split"]), str(sample["path"])] = tuple(_picture(entry, data) for entry, data in entries)
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        gaps.append(f"{EVIDENCE}: {error}")
+    return found
+
+
+def _picture(entry: Mapping[str, Any], data: bytes) -> Picture:
+    uri = "data:image/jpeg;base64," + base64.b64encode(data).decode("ascii")
+    return Picture(uri, str(entry["what"]), str(entry.get("name", "")), bool(entry.get("empty")), tuple(entry.get("size", ())))
 
 
 def _named(names: Sequence[str], values: Sequence[float]) -> str:

@@ -196,6 +196,37 @@ def _average_precision(ranked: Sequence[tuple[float, bool]]) -> float | None:
     return area
 
 
+def threshold_curve(ranked: Sequence[tuple[float, bool]], most: int = 200) -> list[tuple[float, float, float]]:
+    """(threshold, precision, recall) of predicting a class at or above each threshold, the lowest first; at most about `most` of them.
+
+    >>> threshold_curve([(0.9, True), (0.8, False), (0.7, True)])
+    [(0.7, 0.6666666666666666, 1.0), (0.8, 0.5, 0.5), (0.9, 1.0, 0.5)]
+    """
+    total = sum(flag for _, flag in ranked)
+    points, hits, seen = [], 0, 0
+    for score, group in groupby(sorted(ranked, reverse=True), key=lambda entry: entry[0]) if total else ():
+        flags = [flag for _, flag in group]
+        hits, seen = hits + sum(flags), seen + len(flags)
+        points.append((score, hits / seen, hits / total))
+    step = -(-len(points) // most)
+    return points[::-1][:: max(1, step)]
+
+
+def class_rankings(split: str, predictions: Sequence[Prediction], classes: Sequence[str], task: str) -> dict[str, list[tuple[float, bool]]]:
+    """(score, whether it is the label) of each sample of a split, by class: of the labels, or of two classes; else nothing, since the
+    score of a class that was not predicted is not in `predictions.csv`."""
+    rows = [row for row in predictions if row.split == split and row.label]
+    if task == "multilabel":
+        labels = [set(row.label.split("|")) for row in rows]
+        return {
+            name: [(row.values[position], name in label) for row, label in zip(rows, labels, strict=True)]
+            for position, name in enumerate(classes)
+        }
+    if task != "classify" or len(classes) != 2:
+        return {}
+    return {name: [(row.score if row.predicted == name else 1 - row.score, row.label == name) for row in rows] for name in classes}
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

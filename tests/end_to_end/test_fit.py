@@ -31,11 +31,13 @@ FILES = {
     "events.jsonl",
     "train.log",
     "predictions.csv",
+    "reliability.json",
     "report.html",
     "samples.csv",
     "statistics.json",
     "weights/best.safetensors",
     "weights/last.safetensors",
+    "worst/index.json",
 }
 
 
@@ -57,7 +59,9 @@ def test_a_run_leaves_every_file_and_nothing_else(trained):
     root = trained.path("")
     found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     snapshot = {name for name in found if name.startswith("snapshot/")}
-    assert found - snapshot == FILES
+    pictures = {name for name in found if re.fullmatch(r"worst/\d\d_(seen|predicted|label|detail)\.jpg", name)}
+    assert pictures
+    assert found - snapshot - pictures == FILES
     assert {re.sub(r"\d+", "N", name) for name in snapshot} == {
         "snapshot/state.json",
         "snapshot/previous.json",
@@ -67,7 +71,7 @@ def test_a_run_leaves_every_file_and_nothing_else(trained):
 
 
 def test_every_file_of_a_run_is_text_json_or_safetensors(trained):
-    """No file carries code: tensors are safetensors, everything else decodes as text, and no pickle is among them."""
+    """No file carries code: tensors are safetensors, pictures JPEG, everything else decodes as text, and no pickle is among them."""
     for path in trained.path("").rglob("*"):
         if path.is_dir():
             continue
@@ -75,6 +79,9 @@ def test_every_file_of_a_run_is_text_json_or_safetensors(trained):
         if path.suffix == ".safetensors":
             header_bytes = int.from_bytes(raw[:8], "little")
             assert isinstance(json.loads(raw[8 : 8 + header_bytes]), dict), path
+            continue
+        if path.suffix == ".jpg":
+            assert raw.startswith(b"\xff\xd8\xff"), path
             continue
         assert b"\0" not in raw, path
         raw.decode("utf-8")
@@ -87,6 +94,7 @@ def test_every_file_of_a_run_is_text_json_or_safetensors(trained):
         ".jsonl",
         ".log",
         ".html",
+        ".jpg",
         ".safetensors",
     }
 

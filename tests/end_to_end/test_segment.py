@@ -175,6 +175,7 @@ def test_the_report_and_the_runs_table_give_each_class(run):
         ious.append(right / (true + found - right))
     (finished,) = run.events("run_finished")
     assert np.mean(ious) == pytest.approx(finished["test_metrics"]["miou"])
+    assert not run.path("worst").exists(), "masks are such pictures already"
     page = run.path("report.html").read_text(encoding="utf-8")
     assert "<th>IoU</th>" in page
     assert f"mean IoU {np.mean(ious):.4f}" in page

@@ -294,6 +294,19 @@ def test_the_report_has_the_figures_of_the_task(run):
         assert "R²" in page
 
 
+def test_the_worst_errors_have_evidence(run):
+    """Of labels for what was predicted wrongly or missed, of values for the target that is furthest off."""
+    index = run.read("worst/index.json")["samples"]
+    assert index
+    kinds = {picture["what"] for one in index for picture in one["pictures"]}
+    assert kinds <= ({"seen", "predicted", "missed"} if task_of(run) == "multilabel" else {"seen", "value"})
+    names = {picture["name"] for one in index for picture in one["pictures"] if picture["what"] != "seen"}
+    assert names <= set(run.read("contract.json")["classes"])
+    assert run.path("report.html").read_text(encoding="utf-8").count('<div class="pictures">') == len(index)
+    if task_of(run) == "regress":
+        assert run("predict", run.path(""), run.data / "images", "--heat", run.path("heat")).code == 2
+
+
 def test_the_exported_graph_gives_what_predict_says(run, tmp_path):
     """Probabilities of each label, or values in the targets' own units, out of onnxruntime."""
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -102,6 +102,19 @@ def test_tiles_in_fit_evaluate_and_predict_give_the_same_digits(slides, tiled):
             assert (found["label"], f"{float(found['score']):.6f}") == (row["predicted"], row["score"])
 
 
+def test_evidence_of_an_image_in_windows_is_of_the_whole_image(tiled):
+    """Each picture has the image's own size (a region's its own), whatever the model's."""
+    index = tiled.read("worst/index.json")["samples"]
+    assert index
+    for one in index:
+        seen = next(picture for picture in one["pictures"] if picture["what"] == "seen")
+        path, region = one["path"].partition("[")[::2]
+        with Image.open(path) as image, Image.open(tiled.path(f"worst/{seen['file']}")) as picture:
+            width, height = map(int, region.rstrip("]").split(",")[2:]) if region else image.size
+            assert picture.size == (width, height)
+        assert seen["size"] == [height, width]
+
+
 def test_windows_are_the_same_with_workers(slides, tiled):
     """Places follow from the seed, and batches from the order: losses and scores of two processes are those of none."""
     tiled.fit(REGIONS, "data.overlap=30%", "data.workers=2", name="two")

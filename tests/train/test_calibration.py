@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiresvis.train.calibration import LEAST_POSITIVES, at_thresholds, calibration_error, fit_scores, fit_temperature, fit_thresholds
+from hiresvis.train.calibration import (
+    LEAST_POSITIVES,
+    at_thresholds,
+    calibration_error,
+    fit_scores,
+    fit_temperature,
+    fit_thresholds,
+    reliability,
+)
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.metrics import compute_metrics
 
@@ -120,6 +128,22 @@ def test_no_threshold_is_better_than_the_one_chosen(seed, steps):
         assert threshold == 0.5 or f1(threshold) > f1(0.5)
     order = torch.tensor(rng.permutation(60))
     assert fit_thresholds(*(part[order] for part in found)) == (threshold,)
+
+
+@given(seed=SEEDS, classes=st.integers(2, 5))
+def test_a_reliability_diagram_has_the_calibration_error(seed, classes):
+    """Its bins hold each prediction once, and their distances from the diagonal are the error that is told; borders of bins included."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(40, classes, generator=generator) * 2).softmax(dim=1)
+    scores[0] = torch.eye(classes)[0]  # as sure as can be
+    scores[1] = torch.full((classes,), 1 / classes)
+    targets = torch.randint(0, classes, (40,), generator=generator)
+    best, predicted = scores.max(dim=1)
+    bins = reliability(best, predicted == targets)
+    assert sum(count for count, _, _ in bins) == 40
+    assert all(right * count == pytest.approx(round(right * count)) for count, _, right in bins)
+    error = sum(count / 40 * abs(score - right) for count, score, right in bins)
+    assert error == pytest.approx(calibration_error(scores, targets), abs=1e-6)
 
 
 def test_calibration_error_by_hand():

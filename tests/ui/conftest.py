@@ -132,7 +132,10 @@ def whole_run(epochs: int = 3, num_steps: int = 40, *, end: str = "finished") ->
                 test_metrics={"macro_f1": 0.881, "accuracy": 0.9}, predicted_peak_bytes=int(20.9 * GIB),
                 measured_peak_bytes=int(20.4 * GIB), counted_peak_bytes=int(19.0 * GIB), predicted_counted_bytes=int(19.1 * GIB),
                 num_skipped=1, seconds=time - T0,
-                results={"val": {"intervals": {"macro_f1": [0.8412, 0.907]}}, "test": {"intervals": {"macro_f1": [0.8326, 0.9181]}}},
+                results={
+                    "val": {"images": 120, "loss": 0.4, "macro_f1": best[0], "intervals": {"macro_f1": [0.8412, 0.907]}},
+                    "test": {"images": 90, "loss": 0.5, "macro_f1": 0.881, "intervals": {"macro_f1": [0.8326, 0.9181]}},
+                },
             )
         )  # fmt: skip
     elif end == "interrupted":
@@ -161,7 +164,7 @@ def plan_json() -> dict[str, Any]:
         scale = {"stem": 700, "stage0": 1900, "stage1": 950, "stage2": 240, "stage3": 120, "head": 6}[unit["stage"]]
         saved = int(scale * (0.5 if unit["kind"] == "downsample" else 0.95 + 0.1 * chance.random()) * 2**20)
         kept = saved if unit["decision"] == "store" else saved // 11
-        unit.update({"segment": unit.get("segment"), "saved_bytes": saved, "kept_bytes": kept, "flops": 10**10})
+        unit.update({"segment": unit.get("segment"), "saved_bytes": saved, "kept_bytes": kept, "flops": 10**10, "runs": 3.0})
     rows = {row.rung: row for row in opening(3, 40) if isinstance(row, LadderRow)}
     return {
         "version": 1, "model": "convnextv2_base", "image_size": [2048, 2048], "precision": "bf16", "batch": 16, "micro_batch": 2,
@@ -174,6 +177,9 @@ def plan_json() -> dict[str, Any]:
         "stages": ["stage0 spacing 1", "stage1 spacing 2", "rest stored"], "units": units,
         "ladder": [to_json(rows[rung]) for rung in sorted(rows)],
         "why": "spacing off does not hold one image; a mixed plan holds 2 with 11% more compute",
+        "augmented_by": "albumentations 2.0.8",
+        "machine": {"device": "NVIDIA RTX 4090", "memory_bytes": 24 * GIB, "cores": 8, "system": "Linux 6.1 x86_64", "python": "3.11.2",
+                    "packages": {"hiresvis": "0.1.0", "torch": "2.9.0", "timm": "1.0.22"}},
     }  # fmt: skip
 
 
@@ -198,6 +204,9 @@ def write_run(folder: Path, events: list[Event], images: int = 12) -> Path:
         json.dumps({"version": 1, "classes": CLASSES, "image_size": [2048, 2048], "fit": "resize", "channels": 3}), encoding="utf-8"
     )
     (folder / "recipe.resolved.yaml").write_text(RESOLVED, encoding="utf-8")
+    (folder / "recipe.yaml").write_text("task: classify  # <b>given</b>\n", encoding="utf-8")
+    bins = {"after": [[40, 0.62, 0.6], [80, 0.91, 0.9]], "before": [[20, 0.7, 0.5], [100, 0.97, 0.875]]}
+    (folder / "reliability.json").write_text(json.dumps({"val": bins}), encoding="utf-8")
     rows = []
     for index in range(120):
         label = CLASSES[min(int(chance.expovariate(0.45)), 5)]
@@ -211,6 +220,8 @@ def write_run(folder: Path, events: list[Event], images: int = 12) -> Path:
         score = 0.5 + chance.random() / 2
         loss = -math.log(score) if predicted == label else 2 + 4 * chance.random() + (3 if index < images else 0)
         rows.append(["val", str(path), label, predicted, f"{score:.4f}", f"{loss:.4f}"])
+    with (folder / "samples.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["split", "name", "label"], *([row[0], row[1], row[2]] for row in rows)])
     with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["split", "path", "label", "predicted", "score", "loss"], *rows])
     return folder
