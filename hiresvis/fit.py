@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hiresvis import assemble, profiles
-from hiresvis.batch_statistics import least_images, lone_image_check, small_batch_notices
+from hiresvis.batch_statistics import least_images, lone_image_check, small_batch_notices, takes_batch_statistics
 from hiresvis.costing import Parts, device_name, make_parts
 from hiresvis.data.augment import usable_library
 from hiresvis.data.balance import sampling, weighing
@@ -34,6 +34,7 @@ from hiresvis.own_data import fingerprints, keep_data, read_held_out, refuse_oth
 from hiresvis.precheck import check_before_training
 from hiresvis.recipe import LoadedRecipe, Resolution
 from hiresvis.recipe.changes import adopt, changes, read_resolved, refuse_changes
+from hiresvis.recipe.resolve import Entry
 from hiresvis.recipe.tasks import auto_loss
 from hiresvis.resizing import phases_json, phases_of
 from hiresvis.resume import (
@@ -236,7 +237,7 @@ class _Run:
             stored["sizes"] = [{**row, "plan": None} for row in stored.get("sizes", ())]  # planned again likewise
             changed = [replace(change, effect="taken") if change.key == "memory.budget" else change for change in changed]
         self._settle_plan(plan)
-        settled = self._settle_training(parts, plan, stored["measured"].get("images_per_second"))
+        settled = self._settle_training(parts, plan, stored["measured"].get("images_per_second"), own)
         for change in changed:
             yield Notice(level="warning" if change.effect == "none" else "info", text=str(change))
         adopt(own, changed, self.loaded, self.resolution)
@@ -383,15 +384,24 @@ class _Run:
         elif recipe.train.eval_batch != plan.eval_batch:
             resolution.set("train.eval_batch", plan.eval_batch, f"{recipe.train.eval_batch} were given, and so many did not fit")
 
-    def _settle_training(self, parts: Parts, plan: CheckpointPlan, images_per_second: float | None) -> _Settled:
+    def _settle_training(
+        self, parts: Parts, plan: CheckpointPlan, images_per_second: float | None, own: Mapping[str, Entry] | None = None
+    ) -> _Settled:
         """Learning rate and its schedule, metric and workers.
+
+        Args:
+            own: the resolved recipe of the run that goes on; an automatic rate stays as it was begun, whatever the number of epochs now.
 
         Raises:
             RecipeError: a warm-up longer than the run.
         """
         recipe, resolution, model, batch = self.loaded.recipe, self.resolution, parts.trainable.model, plan.batch
         lr, lp_ft = recipe.optim.lr, recipe.model.lp_ft
-        if lr == "auto":
+        images = len(parts.datasets.train)
+        if lr == "auto" and own is not None and own["optim.lr"].origin == "auto":
+            lr = float(own["optim.lr"].value)
+            resolution.set("optim.lr", lr, own["optim.lr"].why)
+        elif lr == "auto":
             lr, why = auto_lr(
                 recipe.optim.name,
                 batch=batch,
@@ -399,6 +409,7 @@ class _Run:
                 adapt=recipe.model.adapt,
                 transformer=is_transformer(model),
                 layer_decay=parts.trainable.layer_decay,
+                images=images * max(1, recipe.train.epochs - self.head_epochs) if takes_batch_statistics(parts) else None,
             )
             resolution.set("optim.lr", lr, why)
         head_lr = None if lp_ft is None else lp_ft.head_lr
@@ -419,7 +430,6 @@ class _Run:
             images_per_second=images_per_second,
             reads=1 + 1 / plan.micro_batch if assemble.make_mixing(self.loaded, parts.contract) and plan.accumulation > 1 else 1.0,
         )
-        images = len(parts.datasets.train)
         assemble.refuse_warmup(self.loaded, images, batch, self.head_epochs)
         head_steps, steps = assemble.phase_steps(self.loaded, images, batch, self.head_epochs)
         schedule = None

@@ -29,6 +29,8 @@ _REFERENCE_BATCH = 64
 _ADAMW_LR: Mapping[str, float] = {"full": 5e-4, "transformer": 1e-4, "scratch": 1e-3, "head": 5e-3}
 _SGD_LR: Mapping[str, float] = {"full": 0.01, "transformer": 0.01, "scratch": 0.025, "head": 0.1}
 _LORA_FACTOR = 10  # over fine-tuning all layers
+# A run that sees few images has few steps to move the weights by, and bears longer ones where batch statistics follow them.
+_SHORT_RUN_IMAGES, _SHORT_RUN_FACTOR = 20_000, 4.0
 _CASES: Mapping[str, str] = {
     "full": "fine-tuning all layers",
     "transformer": "fine-tuning a transformer without layer decay",
@@ -86,7 +88,14 @@ def is_transformer(model: nn.Module) -> bool:
 
 
 def auto_lr(
-    name: OptimizerName, *, batch: int, pretrained: bool, adapt: str = "full", transformer: bool = False, layer_decay: float | None = None
+    name: OptimizerName,
+    *,
+    batch: int,
+    pretrained: bool,
+    adapt: str = "full",
+    transformer: bool = False,
+    layer_decay: float | None = None,
+    images: int | None = None,
 ) -> tuple[float, str]:
     """A learning rate and its reason.
 
@@ -99,10 +108,16 @@ def auto_lr(
     ranks the best rate of LoRA is about ten times that of fine-tuning everything (Schulman et al. 2025, "LoRA Without Regret"); they have
     no layer decay, and a transformer's rate without one is what is multiplied.
 
+    A network with batch statistics is fine-tuned at up to four times the rate where the run is short: a step of Adam moves a weight by
+    about the learning rate whatever the gradient, so that the way it goes is as the rate times the root of the steps; and weights in front
+    of a BatchNorm may grow without harm (Hoffer et al. 2018, "Norm matters"). ARCHITECTURE.md has the figures. SGD, whose steps grow with
+    the gradient, and networks without batch statistics were not measured, and keep their rates.
+
     Args:
         batch: what the optimizer sees.
         adapt: "full" (also of the second phase of lp_ft), "head" (also of its first) or "lora".
         transformer: `is_transformer(model)`.
+        images: that the run sees in all, where a trained BatchNorm takes statistics of its batches; None: there is none.
     """
     times = _LORA_FACTOR if adapt == "lora" else 1
     if adapt == "head":
@@ -119,10 +134,14 @@ def auto_lr(
     else:
         base, factor, rule = _ADAMW_LR[case], math.sqrt(ratio), f"sqrt({batch}/{_REFERENCE_BATCH})"
         base *= _LION_SHARE if name == "lion" else 1.0
-    value = float(f"{times * base * factor:.3g}")  # what is printed is what is used
+    short = 1.0
+    if case == "full" and adapt != "lora" and name != "sgd" and images is not None:
+        short = min(_SHORT_RUN_FACTOR, max(1.0, math.sqrt(_SHORT_RUN_IMAGES / images)))
+    value = float(f"{times * base * factor * short:.3g}")  # what is printed is what is used
     if adapt == "lora":
         return value, f"{name}, low-rank adapters, {times} times the rate of {_CASES[case]}: {times} x {base:g} x {rule}"
-    return value, f"{name}, {_CASES[case]}: {base:g} x {rule}"
+    more = f" x {short:.3g}, for batch statistics and a run of {images} images" if short > 1 else ""
+    return value, f"{name}, {_CASES[case]}: {base:g} x {rule}{more}"
 
 
 def auto_layer_decay(model: nn.Module, *, pretrained: bool = True, adapt: str = "full") -> tuple[float | None, str]:

@@ -92,6 +92,21 @@ def test_learning_rate_rule_follows_the_batch_and_gives_its_reason():
     )
 
 
+def test_a_short_run_with_batch_statistics_learns_faster():
+    """Up to four times, by the root of the images it sees; a long one, SGD, adapters, a head, or random weights do not."""
+    base = auto_lr("adamw", batch=16, pretrained=True)[0]
+    short, why = auto_lr("adamw", batch=16, pretrained=True, images=5000)
+    assert (short, why) == (
+        2 * base,
+        "adamw, fine-tuning all layers: 0.0005 x sqrt(16/64) x 2, for batch statistics and a run of 5000 images",
+    )
+    assert auto_lr("adamw", batch=16, pretrained=True, images=10)[0] == 4 * base
+    assert auto_lr("adamw", batch=16, pretrained=True, images=10**6) == auto_lr("adamw", batch=16, pretrained=True)
+    for other in ({"name": "sgd"}, {"adapt": "lora"}, {"adapt": "head"}, {"pretrained": False}, {"transformer": True}):
+        setting = {"name": "adamw", "batch": 16, "pretrained": True, **other}
+        assert auto_lr(**setting, images=10) == auto_lr(**setting)
+
+
 @pytest.mark.parametrize(("name", "transformer", "full"), [("adamw", False, 5e-4), ("adamw", True, 1e-4), ("sgd", False, 0.01)])
 def test_adapters_learn_at_ten_times_the_rate_of_everything(name, transformer, full):
     """Of a transformer's without layer decay, since they have none, pretrained or not; lp_ft trains everything at the rate of full."""
