@@ -27,16 +27,20 @@ def least_images(parts: Parts) -> int:
     return _WITH_STATISTICS if takes_batch_statistics(parts) else 1
 
 
-def lone_image_check(parts: Parts) -> Callable[[CheckpointPlan], None]:
-    """What to hold plans against, where a micro-batch of one image cannot be trained on. Puts the model into train mode."""
+def lone_image_check(loaded: LoadedRecipe, parts: Parts) -> Callable[[CheckpointPlan], None]:
+    """What to hold plans against, where a micro-batch of one image cannot be trained on. Puts the model into train mode.
+
+    The smallest image that is trained on decides: its maps are the first to be a single pixel.
+    """
     if takes_batch_statistics(parts):
         parts.trainable.train_mode()
-        if needs_two_images(parts.trainable.model, parts.contract.image_size, parts.contract.channels):
-            return lambda plan: _refuse_lone_images(parts, plan)
+        smallest = (loaded.recipe.train.resize or ((0.0, parts.contract.image_size),))[0][1]
+        if needs_two_images(parts.trainable.model, smallest, parts.contract.channels):
+            return lambda plan: _refuse_lone_images(parts, plan, smallest)
     return lambda plan: None
 
 
-def _refuse_lone_images(parts: Parts, plan: CheckpointPlan) -> None:
+def _refuse_lone_images(parts: Parts, plan: CheckpointPlan, size: tuple[int, int]) -> None:
     """A plan under which an image would stand alone in a micro-batch.
 
     Raises:
@@ -45,7 +49,7 @@ def _refuse_lone_images(parts: Parts, plan: CheckpointPlan) -> None:
     images = len(parts.datasets.train)
     if min(min(part_sizes(size, plan.micro_batch)) for size in batch_sizes(images, plan.batch, _WITH_STATISTICS)) > 1:
         return
-    height, width = plan.image_size
+    height, width = size
     raise DoesNotFit(
         f"{plan.model} at {height}x{width} px takes batch statistics of a map of a single pixel, which it cannot of one image at a "
         f"time; {images} images in batches of {plan.batch} and micro-batches of at most {plan.micro_batch} leave one alone. "

@@ -233,8 +233,11 @@ def evaluate(
         from hiresvis.ui.evaluation_text import evaluation_lines
 
         if plot is not None:
+            from hiresvis.confusion_plot import refuse_task
             from hiresvis.plan_plot import need_matplotlib
+            from hiresvis.run import RunDirectory
 
+            refuse_task(str(RunDirectory.open(run).read_json("contract.json").get("task")))
             need_matplotlib()
         which = unseen.value if unseen else None
         with counting("evaluated, in batches", sys.stderr) as progress:

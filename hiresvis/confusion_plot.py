@@ -16,19 +16,25 @@ _SIDE_INCHES, _LEAST_INCHES, _MOST_INCHES = 0.42, 4.0, 14.0
 _DARK = 0.6  # shares above it have white numbers
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Writes a PNG with a square for each split of what `evaluate` gives.
+def refuse_task(task: str) -> None:
+    """What can be known before anything is evaluated.
 
     Raises:
         RecipeError: the task has no confusion of classes.
+    """
+    if task != "classify":
+        what = f"--plot draws which class is taken for which, and the run's task is {task}"
+        raise RecipeError(f"{what}; leave it out, report.html has the other tasks' drawings")
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Writes a PNG with a square for each split of what `evaluate` gives for task classify.
+
+    Raises:
         MissingExtra: matplotlib is not installed.
         EnvironmentFailed: the file cannot be written.
     """
     splits = {name: result for name, result in found.items() if "confusion" in result}
-    if not splits:
-        raise RecipeError(
-            "--plot draws which class is taken for which, of a run of task classify; report.html has the other tasks' drawings"
-        )
     content = io.BytesIO()
     figure(splits).savefig(content, format="png", dpi=DOTS_PER_INCH, bbox_inches="tight")
     write_bytes(path, content.getvalue())

@@ -19,7 +19,7 @@ from hiresvis.data.contract import Contract
 from hiresvis.data.folders import IMAGE_EXTENSIONS
 from hiresvis.data.loader import EvalLoader
 from hiresvis.data.sources import Datasets, Sample
-from hiresvis.errors import DataError, DoesNotFit, EnvironmentFailed, Interrupted, first_line
+from hiresvis.errors import EnvironmentFailed, Interrupted, first_line
 from hiresvis.predictions import predictions_text
 from hiresvis.recipe import LoadedRecipe
 from hiresvis.recipe.schema import loss_of
@@ -198,8 +198,11 @@ class Finish:
             sizes = [size_of(samples[index], contract) for index in train]
             found = summarise([*train.values()], [*held_out.values()], sizes, contract)
             self.folder.write_json(STATISTICS, found.to_json())
-        except (DataError, DoesNotFit, EnvironmentFailed) as error:
-            yield Notice(level="warning", text=f"no statistics of the training images ({error}); predict will tell no drift")
+        except Interrupted:
+            raise
+        except Exception as error:  # a worker that dies or memory that ends must not take a finished run along
+            why = first_line(error)
+            yield Notice(level="warning", text=f"no statistics of the training images ({why}); predict will tell no drift")
 
     def _described(self, trainer: Trainer, samples: Sequence[Sample], relief: Relief) -> Generator[Event, None, dict[int, Described]]:
         """Images by their position, as many as forwards of so many inputs take; a stop is heeded after each batch."""

@@ -38,6 +38,7 @@ from hiresvis.recipe.resolve import Entry
 from hiresvis.recipe.tasks import auto_loss
 from hiresvis.resizing import phases_json, phases_of
 from hiresvis.resume import (
+    eval_bytes,
     measured_json,
     plan_json,
     read_plan,
@@ -278,7 +279,7 @@ class _Run:
             raw_image=parts.raw_image,
             eval_batch=None if recipe.train.eval_batch == "auto" else recipe.train.eval_batch,
             remedies=lambda answer: remedies(self.loaded, parts.profile, parts.trainable.backbone.stride, answer),
-            check=lone_image_check(parts),
+            check=lone_image_check(self.loaded, parts),
             stop=self.stop,
             unit_seconds=profiles.read_seconds(parts.key, device_name(self.device)),
         )
@@ -478,9 +479,9 @@ class _Run:
         val_loader = EvalLoader.by(
             parts.contract, samples.val.samples, batch=plan.eval_batch, workers=settled.workers, pin=on_gpu, cache=self.supply.cache
         )
-        head_first, check = None, lambda now: lone_image_check(parts)(now)
+        head_first, check = None, lambda now: lone_image_check(self.loaded, parts)(now)
         if self.head_epochs:
-            check = lone_image_check(parts)  # now, while everything is trained
+            check = lone_image_check(self.loaded, parts)  # now, while everything is trained
             head_first = HeadFirst(
                 parts.trainable.model, self.head_epochs, train_mode=parts.trainable.train_mode, frozen_norm=parts.trainable.frozen_norm
             )
@@ -564,12 +565,19 @@ class _Run:
             for row in stored["sizes"]:
                 if tuple(row["image_size"]) == plan.image_size:
                     row["plan"] = plan.to_json()
-            self.folder.write_json("plan.json", stored)
-            return
-        stored |= plan_json(parts, plan)
-        stored["measured"] = {**stored["measured"], "of_an_earlier_plan": True}
+            if plan.eval_batch != stored["eval_batch"]:  # evaluation is always at the last size
+                last = replace(CheckpointPlan.from_json(stored["checkpoint_plan"]), eval_batch=plan.eval_batch)
+                stored |= {
+                    "eval_batch": plan.eval_batch,
+                    "eval_bytes": eval_bytes(parts, plan.eval_batch),
+                    "checkpoint_plan": last.to_json(),
+                }
+                self._settle_plan(last)
+        else:
+            stored |= plan_json(parts, plan)
+            stored["measured"] = {**stored["measured"], "of_an_earlier_plan": True}
+            self._settle_plan(plan)
         self.folder.write_json("plan.json", stored)
-        self._settle_plan(plan)
         self.folder.write_text("recipe.resolved.yaml", self.resolution.text())
 
 

@@ -34,7 +34,7 @@ def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "eval_batch": plan.eval_batch,
-        "eval_bytes": parts.profile.evaluation.at(plan.eval_batch) + parts.profile.raw_image.at(plan.eval_batch),
+        "eval_bytes": eval_bytes(parts, plan.eval_batch),
         "norm": parts.trainable.norm,
         "budget_bytes": plan.budget_bytes,
         "capacity_bytes": parts.budget.capacity_bytes,
@@ -47,6 +47,11 @@ def plan_json(parts: Parts, plan: CheckpointPlan) -> dict[str, Any]:
         "augmented_by": None if parts.pipeline.augment is None else parts.pipeline.augment.made_by,
         "checkpoint_plan": own.to_json(),
     }
+
+
+def eval_bytes(parts: Parts, eval_batch: int) -> int:
+    """What evaluation of so many images at once takes beside the weights."""
+    return parts.profile.evaluation.at(eval_batch) + parts.profile.raw_image.at(eval_batch)
 
 
 def measured_json(plan: CheckpointPlan, measured: MeasuredPeak, ladder: Sequence[LadderRow]) -> dict[str, Any]:

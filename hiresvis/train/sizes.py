@@ -8,7 +8,7 @@ throughout, and the smaller sizes recompute less. Evaluation is at the last size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hiresvis.memory.costs import MemoryProfile
@@ -45,7 +45,7 @@ class Sizes:
     """
 
     def __init__(self, phases: Sequence[SizePhase], relief: Relief, train_loader: Any) -> None:
-        self._phases, self._relief, self._train_loader = tuple(phases), relief, train_loader
+        self._phases, self._relief, self._train_loader = list(phases), relief, train_loader
         self._now = len(self._phases) - 1
         self.last_epoch = self._phases[-1].first_epoch - 1
 
@@ -58,6 +58,7 @@ class Sizes:
         number = max(index for index, phase in enumerate(self._phases) if phase.first_epoch <= epoch)
         if number == self._now:
             return ""
+        self._phases[self._now] = replace(self._phases[self._now], plan=self._relief.plan)  # it may have been tightened
         self._now, phase = number, self._phases[number]
         self._relief.change(phase.plan, phase.profile)
         self._train_loader.set_pipeline(phase.pipeline)

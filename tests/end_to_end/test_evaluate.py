@@ -29,6 +29,15 @@ def test_a_run_is_told_class_by_class(trained, tmp_path):
         assert min(image.size) > 300
 
 
+def test_a_picture_that_the_task_has_not_is_refused_before_anything_is_evaluated(trained, tmp_path):
+    """Exit 2 with nothing on standard output."""
+    run = shutil.copytree(trained.path(""), tmp_path / "run")
+    (run / "contract.json").write_text((run / "contract.json").read_text().replace('"classify"', '"regress"'))
+    done = trained("evaluate", run, "--plot", tmp_path / "confusion.png")
+    assert (done.code, done.out) == (2, "")
+    assert "the run's task is regress; leave it out" in done.err
+
+
 def test_data_may_have_some_of_the_classes_alone(trained, tmp_path):
     """Means are over those, and the others are named."""
     shutil.copytree(trained.data / "test" / "ok", tmp_path / "set" / "ok")

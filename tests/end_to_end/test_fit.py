@@ -147,6 +147,20 @@ def test_the_resolved_recipe_run_again_is_the_same_run(trained, tmp_path):
     assert steps == [(row["loss"], row["lr"]) for row in trained.events("step_done")]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader worker (pid 1) is killed"), MemoryError()], ids=["worker", "memory"])
+def test_a_run_whose_images_cannot_be_described_is_finished_all_the_same(workshop, monkeypatch, error):
+    """What is made beside the result never takes it along: a warning, and the run ends as ever."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("hiresvis.finish.summarise", fail)
+    done = workshop.fit("train.epochs=1")
+    assert "no statistics of the training images" in done.err
+    assert workshop.events("run_finished")
+    assert not workshop.path("statistics.json").exists()
+
+
 def test_the_recipe_is_kept_as_it_was_given(trained):
     """Byte for byte, overrides aside, which are in the resolved one."""
     assert trained.path("recipe.yaml").read_text() == trained.recipe.read_text()

@@ -98,9 +98,22 @@ def test_running_out_in_small_images_tightens_their_plan_alone(straight, tmp_pat
     assert any(event.kind == "notice" and "epoch 1, step 1: memory ran out" in event.text for event in events)
     assert_same(tmp_path / "run", tmp_path / "straight")
     before, after = load_plan(tmp_path / "straight"), load_plan(tmp_path / "run")
+    assert (after["eval_batch"], before["eval_batch"]) == (16, 16)
     key = "predicted_counted_bytes"  # of tensors alone: the two runs began in a process of another size
     assert after["sizes"][0]["plan"][key] < before["sizes"][0]["plan"][key]
     assert after["checkpoint_plan"][key] == before["checkpoint_plan"][key]
+
+
+def test_evaluation_that_runs_out_between_small_images_stays_small(straight, tmp_path):
+    """Half a batch of evaluation is the run's from then on: in plan.json, at the larger images, and for `evaluate`."""
+    work, *_ = straight
+    shortage = Shortage({3}, only="aten.adaptive_avg_pool2d|aten.mean")
+    events = run(work.recipe, tmp_path / "run", shortage, "train.resize=[[0, 32], [50%, 64]]")
+    assert any(event.kind == "notice" and "evaluation ran out of memory" in event.text for event in events)
+    stored = load_plan(tmp_path / "run")
+    assert stored["eval_batch"] == stored["checkpoint_plan"]["eval_batch"] == 8
+    assert "eval_batch: 8" in (tmp_path / "run" / "recipe.resolved.yaml").read_text()
+    assert not stored["measured"].get("of_an_earlier_plan")
 
 
 @pytest.mark.parametrize(

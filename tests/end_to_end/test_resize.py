@@ -44,7 +44,7 @@ def test_the_first_epochs_are_those_of_a_run_at_their_size(resized):
 @on_both
 def test_each_size_is_told_planned_and_kept(resized):
     """A line at each change, a plan of its own for each size at one micro-batch, and evaluation at the last size throughout."""
-    told = [row["text"] for row in resized.events("notice") if "images of" in row["text"]]
+    told = [row["text"] for row in resized.events("notice") if row["text"].startswith("epoch ") and "images of" in row["text"]]
     assert [line.partition(" px")[0] for line in told] == ["epoch 1: images of 32x32", "epoch 3: images of 64x64"]
     plan = resized.read("plan.json")
     small, last = plan["sizes"]
@@ -78,8 +78,20 @@ def test_more_epochs_at_a_resume_move_no_size(resized):
     resized.fit(*resized.overrides, STEPS, name="longer")
     longer = [value for value in resized.overrides if not value.startswith("train.epochs")]
     resized.fit(*longer, "train.epochs=8", STEPS, "--resume", name="longer")
-    told = [row["text"].partition(" px")[0] for row in resized.events("notice", "longer") if "images of" in row["text"]]
+    told = [
+        row["text"].partition(" px")[0]
+        for row in resized.events("notice", "longer")
+        if row["text"].startswith("epoch ") and "images of" in row["text"]
+    ]
     assert told == ["epoch 1: images of 32x32", "epoch 3: images of 64x64"]
+
+
+def test_small_images_that_cannot_stand_alone_are_refused_before_training(workshop):
+    """A map of a single pixel has no batch statistics of one image, also where only the first size comes to that."""
+    done = workshop.fit("memory.micro_batch=1", STEPS, ok=False)
+    assert done.code == 4
+    assert "test_resnet at 32x32 px takes batch statistics of a map of a single pixel" in done.err
+    assert not workshop.path("").exists()
 
 
 def test_a_model_for_one_size_is_refused_by_name(workshop):
