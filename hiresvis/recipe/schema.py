@@ -190,7 +190,7 @@ class Optim(Section):
     schedule: Annotated[Literal["cosine", "step", "plateau", "constant"], values.choice("cosine", "step", "plateau", "constant")] = _key(
         "cosine",
         "Learning rate after the warmup: cosine to 1%; step, a tenth after each third of the run; plateau, times 0.3 after two epochs "
-        "without a better metric; constant.",
+        "without a better metric or a lower validation loss; constant.",
     )
     warmup: Annotated[float | int, quantities.warmup()] = _key("5%", "Rising learning rate: a share of all steps, or a number of steps.")
     clip_grad: Annotated[float | None, values.real(above=0, nullable=True)] = _key(1.0, "Largest norm of the gradient; null: no limit.")
@@ -209,7 +209,9 @@ class Optim(Section):
 class EarlyStop(Section):
     """When training ends before its last epoch."""
 
-    patience: Annotated[int, values.whole(low=1)] = _key(5, "Epochs without a better metric before the run ends.")
+    patience: Annotated[int, values.whole(low=1)] = _key(
+        5, "Epochs without a better metric or a lower validation loss before the run ends."
+    )
 
 
 class Keep(Section):

@@ -91,7 +91,7 @@ class Keeper:
         if self._step.average is not None:
             self._step.average.load(without_prefix("average", snapshot.tensors), state.get("average") or {})
         if progress.metric != metric:  # values of another metric do not compare
-            progress.metric, progress.best_value, progress.best_epoch, progress.epochs_since_best = metric, None, 0, 0
+            progress.metric, progress.epochs_since_best = metric, 0
         self._adopt_best(progress)
         return progress
 
@@ -100,13 +100,13 @@ class Keeper:
         """Puts the random state back."""
         unpack_rng(without_prefix("rng", snapshot.tensors), snapshot.state["rng"])
 
-    def save_best(self, progress: Progress, value: float) -> None:
-        """Writes the best weights, adapters merged, with the epoch and the value that they are the best by.
+    def save_best(self, progress: Progress, value: float, loss: float) -> None:
+        """Writes the best weights, adapters merged, with the epoch, the value that they are the best by, and the loss of validation.
 
         Raises:
             EnvironmentFailed: not written; earlier best weights are intact.
         """
-        note = {"epoch": str(progress.epoch), "metric": progress.metric, "value": repr(value)}
+        note = {"epoch": str(progress.epoch), "metric": progress.metric, "value": repr(value), "loss": repr(loss)}
         save_weights(self._best, self._step.evaluated_weights(), metadata=note)
 
     def save_last(self, progress: Progress) -> None:
@@ -122,8 +122,9 @@ class Keeper:
         note = read_weights_metadata(self._best)
         if note.get("metric") == progress.metric:
             progress.best_value, progress.best_epoch = float(note["value"]), int(note["epoch"])
+            progress.best_loss = float(note["loss"]) if "loss" in note else None
         else:
-            progress.best_value, progress.best_epoch = None, 0
+            progress.best_value, progress.best_epoch, progress.best_loss = None, 0, None
 
 
 def _is_sound(state: Mapping[str, Any]) -> bool:

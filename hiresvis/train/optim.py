@@ -40,7 +40,7 @@ _CASES: Mapping[str, str] = {
 _FLOOR = 0.01  # the cosine ends at this share of the learning rate
 _STEP = 0.1  # what the step schedule multiplies by, after each third of the run (He et al. 2016: 30 and 60 of 90 epochs)
 _LION_SHARE = 0.2  # of AdamW's learning rate: a step of signs is larger (the paper has a third to a tenth)
-PLATEAU_EPOCHS, PLATEAU = 2, 0.3  # epochs without a better metric after which the plateau schedule multiplies by this
+PLATEAU_EPOCHS, PLATEAU = 2, 0.3  # epochs without a better metric or loss after which the plateau schedule multiplies by this
 
 
 def build_optimizer(
@@ -182,7 +182,7 @@ class Schedule:
     Attributes:
         lr: the peak.
         kind: cosine (to 1% of lr at the last step); step (a tenth after each third of the run); plateau (a third, about, after two epochs
-            without a better metric: the trainer's matter, which knows the metric); or constant.
+            without a better metric or loss: the trainer's matter, which knows the metric); or constant.
         warmup: steps of linear rise from lr / (warmup + 1).
         steps: that it is made for.
         before: the schedule of the run's first phase, whose steps come first; None: there is none.

@@ -15,7 +15,7 @@ class RunLimits:
 
     Attributes:
         epochs: in all, those before a resume included.
-        early_stop: epochs without a better metric after which the run ends; None: never.
+        early_stop: epochs without a better metric or loss of validation after which the run ends; None: never.
         max_time: seconds since this start (a resumed run has its time anew), checked after each step; None: no limit.
         save_every: seconds between snapshots within an epoch; None: at epoch ends only.
         rollbacks: how often a run that diverges goes back to its last sound snapshot, with a lower learning rate.
@@ -40,7 +40,9 @@ class Progress:
         loss_sum: over loss_images, the images of this epoch's applied steps.
         num_images: of this epoch, those of skipped steps included.
         seconds: of this epoch's steps.
-        best_value, best_epoch: of the weights in best.safetensors; None and 0 while there are none.
+        best_value, best_epoch, best_loss: of the weights in best.safetensors (the loss of validation); None and 0 while there are none.
+        lowest_loss: of validation, so far.
+        epochs_since_best: since the metric, or the loss of validation, was better than ever before.
         total_seconds: of all earlier starts up to their last snapshot.
         lr_scale: factor on the schedule's learning rate; below 1 after a rollback.
         num_rollbacks: so far.
@@ -57,6 +59,8 @@ class Progress:
     seconds: float = 0.0
     best_value: float | None = None
     best_epoch: int = 0
+    best_loss: float | None = None
+    lowest_loss: float | None = None
     epochs_since_best: int = 0
     num_non_finite: int = 0
     non_finite_in_a_row: int = 0
@@ -83,12 +87,12 @@ class Progress:
     def next_phase(self) -> None:
         """Forgets what was to be expected of the loss and the metric, and what a rollback made of the rate: something else is trained from
         here on, at a rate of its own."""
-        self.epochs_since_best, self.trend = 0, LossTrend()
+        self.epochs_since_best, self.lowest_loss, self.trend = 0, None, LossTrend()
         self.lr_scale, self.num_rollbacks = 1.0, 0
 
     def next_size(self) -> None:
         """Forgets what was to be expected of the loss and the metric: the images are larger from here on."""
-        self.epochs_since_best, self.trend = 0, LossTrend()
+        self.epochs_since_best, self.lowest_loss, self.trend = 0, None, LossTrend()
 
     def next_epoch(self) -> None:
         """Opens the next epoch."""

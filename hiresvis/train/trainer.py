@@ -347,18 +347,18 @@ class Trainer:
                 steps.close()
                 yield from self._interrupt()
         value = evaluation.metrics[progress.metric]
-        # An epoch done again after a crash between best weights and snapshot ties with itself, and must count as it did.
-        again = progress.epoch == progress.best_epoch and value == progress.best_value
-        usable = math.isfinite(evaluation.loss)
-        better = usable and (again or is_better(progress.metric, value, progress.best_value))
-        failures = list(self._saver.tried(self._keeper.save_best, progress, value)) if better else []
+        loss, usable = evaluation.loss, math.isfinite(evaluation.loss)
+        better = usable and self._is_better(value, loss)
+        failures = list(self._saver.tried(self._keeper.save_best, progress, value, loss)) if better else []
         yield from failures
         kept = better and not failures  # else the file still holds the earlier best
         if kept:
-            progress.best_value, progress.best_epoch = value, progress.epoch
+            progress.best_value, progress.best_epoch, progress.best_loss = value, progress.epoch, loss
             self.best_evaluation = evaluation
         if complete and usable:
-            progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
+            lower = progress.lowest_loss is None or loss < progress.lowest_loss
+            progress.epochs_since_best = 0 if better or lower else progress.epochs_since_best + 1
+            progress.lowest_loss = loss if lower else progress.lowest_loss
         yield Evaluated(
             time=self._wall_clock(),
             epoch=progress.epoch,
@@ -373,6 +373,15 @@ class Trainer:
         )
         return usable
 
+    def _is_better(self, value: float, loss: float) -> bool:
+        """Whether the epoch's weights are to be kept: by the metric and, of equal ones, which few images give often, by the loss."""
+        progress = self.progress
+        if value == progress.best_value:
+            # An epoch done again after a crash between best weights and snapshot ties with itself, and must count as it did.
+            again = progress.epoch == progress.best_epoch
+            return again or (progress.best_loss is not None and loss < progress.best_loss)
+        return is_better(progress.metric, value, progress.best_value)
+
     def _lower_rate(self) -> Iterator[Notice]:
         """What the schedule makes of an epoch's result; nothing while the head alone is trained."""
         progress = self.progress
@@ -380,7 +389,8 @@ class Trainer:
             return
         if (scale := self._schedule.scale_after(progress.epochs_since_best)) != 1.0:
             progress.lr_scale *= scale
-            text = f"{progress.metric} is no better for {progress.epochs_since_best} epochs: {progress.lr_scale:.2g} of the learning rate"
+            text = f"neither {progress.metric} nor the loss is better for {progress.epochs_since_best} epochs"
+            text += f": {progress.lr_scale:.2g} of the learning rate"
             yield self._notice("info", f"{text} from here on")
 
     def _close_epoch(self) -> EpochDone:

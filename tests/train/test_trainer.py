@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hiresvis.errors import Interrupted, RunFolderError, TrainingFailed
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted, StepDone
-from hiresvis.train.evaluate import evaluate
+from hiresvis.train.evaluate import Evaluation, evaluate
 from hiresvis.train.optim import build_schedule
 from hiresvis.train.progress import RunLimits
 from hiresvis.train.snapshot import load_snapshot, read_weights_metadata, save_weights
@@ -151,17 +151,18 @@ def test_the_plateau_schedule_lowers_the_rate_of_the_steps_that_follow(small, tm
     def run(epochs: int, snapshot=None):
         schedule = build_schedule(lr=1e-3, schedule="plateau", warmup=0, steps=21)
         trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=epochs), schedule=schedule)
-        trainer._keeper.save_best = lambda progress, value: None
+        trainer._keeper.save_best = lambda progress, value, loss: None
         if snapshot is not None:
             trainer.restore(snapshot)
         trainer.progress.best_value = 2.0  # above any accuracy
+        trainer.progress.lowest_loss = 0.0
         return list(trainer.fit())
 
     events = [*run(5), *run(7, load_snapshot(tmp_path / "snapshot"))]
     rates = {event.epoch: event.lr for event in events if isinstance(event, StepDone)}
     assert [round(rates[epoch] / 1e-3, 6) for epoch in range(1, 8)] == [1, 1, 0.3, 0.3, 0.09, 0.09, 0.027]
     told = [event.text for event in events if isinstance(event, Notice)]
-    assert told[0] == "accuracy is no better for 2 epochs: 0.3 of the learning rate from here on"
+    assert told[0] == "neither accuracy nor the loss is better for 2 epochs: 0.3 of the learning rate from here on"
     assert len(told) == 3
 
 
@@ -176,16 +177,20 @@ def test_run_extended_at_an_epoch_border_equals_the_longer_one(small, tmp_path):
     _assert_same(tmp_path / "straight", tmp_path / "resumed")
 
 
-def test_best_weights_are_those_of_the_earliest_best_epoch(small, tmp_path):
-    """The file notes epoch and value, its weights give the value again to the last digit, and a tie does not replace it."""
+def test_best_weights_are_those_of_the_best_epoch(small, tmp_path):
+    """The file notes epoch, value and loss, its weights give the value again to the last digit, and of equal values the lower loss is kept."""
     trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4))
     results = [event for event in trainer.fit() if isinstance(event, Evaluated)]
     values = [event.value for event in results]
-    best_epoch = values.index(max(values)) + 1
+    order = [(event.value, -event.loss) for event in results]
+    best_epoch = order.index(max(order)) + 1
     assert results[-1].best_epoch == best_epoch
-    assert [event.is_best for event in results] == [all(value > before for before in values[:n]) for n, value in enumerate(values)]
+    assert [event.is_best for event in results] == [all(one > before for before in order[:n]) for n, one in enumerate(order)]
     path = tmp_path / "weights" / "best.safetensors"
-    assert read_weights_metadata(path) == {"epoch": str(best_epoch), "metric": "accuracy", "value": repr(max(values))}
+    assert read_weights_metadata(path) == {
+        **{"epoch": str(best_epoch), "metric": "accuracy"},
+        **{"value": repr(max(values)), "loss": repr(results[best_epoch - 1].loss)},
+    }
     trainer._step.model.load_state_dict(load_file(path))
     again = evaluate(trainer._step, small.Images(9, batch=3, shuffle=False))
     assert again.metrics["accuracy"] == max(values)
@@ -200,6 +205,34 @@ def test_run_without_progress_stops_early(small, tmp_path):
     trainer._schedule = small.build_schedule(lr=0.0, schedule="constant", warmup=0, steps=27)
     finished = list(trainer.fit())[-1]
     assert (finished.reason, finished.epochs, finished.best_epoch) == ("early_stop", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "losses", "best", "epochs"),
+    [
+        ([0.5, 0.5, 0.5, 0.5], [0.9, 0.7, 0.8, 0.8], 2, 4),  # of equal ones the lower loss; two worse ones end the run
+        ([0.8, 0.6, 0.6, 0.6], [0.9, 0.8, 0.7, 0.6], 1, 4),  # the loss falls: there is something to come
+        ([0.8, 0.6, 0.7, 0.7], [0.5, 0.6, 0.6, 0.6], 1, 3),
+        ([0.5, 0.5, 0.6, 0.6], [0.5, 0.5, 0.9, 0.9], 3, 4),
+    ],
+    ids=["ties", "loss falls", "neither", "metric rises"],
+)
+def test_best_is_by_the_metric_then_the_loss_and_patience_waits_for_both(small, tmp_path, monkeypatch, metrics, losses, best, epochs):
+    """Few images of validation give equal metrics often, and a loss that still falls is no reason to stop."""
+    none = torch.empty(0)
+    results = iter(
+        Evaluation("classify", loss, {"accuracy": value}, (), none, none, none, none) for value, loss in zip(metrics, losses, strict=True)
+    )
+
+    def evaluated(*_, **__):
+        yield 1, 1
+        return next(results)
+
+    monkeypatch.setattr("hiresvis.train.trainer.evaluation_in_room", evaluated)
+    trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4, early_stop=2))
+    finished = list(trainer.fit())[-1]
+    assert (finished.best_epoch, finished.epochs) == (best, epochs)
+    assert read_weights_metadata(tmp_path / "weights" / "best.safetensors")["loss"] == repr(losses[best - 1])
 
 
 def test_time_limit_ends_the_run_after_a_step_and_keeps_its_place(small, tmp_path):
