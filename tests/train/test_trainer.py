@@ -178,7 +178,7 @@ def test_run_extended_at_an_epoch_border_equals_the_longer_one(small, tmp_path):
 
 
 def test_best_weights_are_those_of_the_best_epoch(small, tmp_path):
-    """The file notes epoch, value and loss, its weights give the value again to the last digit, and of equal values the lower loss is kept."""
+    """The file notes epoch, value and loss, its weights give the value again to the last digit; of equal values the lower loss is kept."""
     trainer = small.make_trainer(tmp_path, limits=RunLimits(epochs=4))
     results = [event for event in trainer.fit() if isinstance(event, Evaluated)]
     values = [event.value for event in results]
