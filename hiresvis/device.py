@@ -59,6 +59,11 @@ def capacity(device: torch.device) -> tuple[int, int]:
     return total, max(0, total - available - in_use(device))
 
 
+def system() -> str:
+    """The operating system, its release and the processor's kind."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
 def machine(device: torch.device, name: str) -> dict[str, Any]:
     """What a run is made on, in plain values: device (its name), memory_bytes (of the device), cores, system, python, and packages."""
     versions = {}
@@ -69,7 +74,7 @@ def machine(device: torch.device, name: str) -> dict[str, Any]:
         "device": name,
         "memory_bytes": capacity(device)[0],
         "cores": num_cores(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": system(),
         "python": platform.python_version(),
         "packages": versions,
     }

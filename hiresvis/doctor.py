@@ -16,7 +16,7 @@ from hiresvis.backbone.build import build_backbone, weights_config
 from hiresvis.backbone.trace import trace_costs
 from hiresvis.device import pick_device
 from hiresvis.errors import HiresvisError, Problem, RecipeError
-from hiresvis.machine import Finding, machine
+from hiresvis.machine import Finding, findings
 from hiresvis.memory.costs import MemoryProfile
 from hiresvis.memory.peak import StepSetting
 from hiresvis.memory.plan import store_all
@@ -70,7 +70,7 @@ def doctor(*, verify: str | None = None, image_size: int | None = None, progress
     """
     if verify is not None:
         return Diagnosis(tuple(_proofs(verify, image_size, progress)))
-    found = [*machine()]
+    found = [*findings()]
     found += _proofs(SELF_TEST, image_size, progress)
     found += _rehearsed(progress)
     return Diagnosis(tuple(found))

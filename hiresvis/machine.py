@@ -24,7 +24,7 @@ from hiresvis.backbone import weights
 from hiresvis.costing import card_of
 from hiresvis.data.decode import decode
 from hiresvis.data.workers import shared_memory_free_bytes
-from hiresvis.device import capacity, pick_device
+from hiresvis.device import capacity, pick_device, system
 from hiresvis.errors import first_line
 from hiresvis.memory.budget import num_cores
 from hiresvis.units import GIB, format_size
@@ -44,7 +44,7 @@ class Finding:
     failed: bool = False
 
 
-def machine() -> Iterator[Finding]:
+def findings() -> Iterator[Finding]:
     """Every line, in the order that people read them."""
     yield software()
     yield from packages()
@@ -57,8 +57,7 @@ def machine() -> Iterator[Finding]:
 
 def software() -> Finding:
     """The program and what it runs on."""
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Finding("hiresvis", f"{__version__}, Python {platform.python_version()}, {system}")
+    return Finding("hiresvis", f"{__version__}, Python {platform.python_version()}, {system()}")
 
 
 def packages() -> Iterator[Finding]:

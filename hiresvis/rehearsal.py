@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Rehearsal:
     Attributes:
         device: that it ran on.
         images_per_second: in training, waiting for images included.
+        waiting: the share of training's time that was spent so, 0 to 1.
         predicted_counted_bytes, counted_bytes: live tensors at the peak of a step, as the plan has them and as they were counted.
         predicted_peak_bytes, measured_peak_bytes: of the process, or of the GPU.
         seconds: of all of it, drawing included.
@@ -76,16 +78,34 @@ def rehearse(*, model: str = MODEL, image_px: int = IMAGE_PX) -> Rehearsal:
                 finished = event
     if started is None or plan is None or finished is None or not steps:
         raise HiresvisError("the small run ended without its last event")
-    milliseconds = sum(step.step_ms + step.data_wait_ms for step in steps)
+    pace = pace_of(steps)
     return Rehearsal(
         device=started.device,
         micro_batch=plan.micro_batch,
         num_steps=len(steps),
-        images_per_second=sum(step.num_images for step in steps) / milliseconds * 1000,
-        waiting=sum(step.data_wait_ms for step in steps) / milliseconds,
+        images_per_second=pace.images_per_second,
+        waiting=pace.waiting,
         predicted_counted_bytes=finished.predicted_counted_bytes,
         counted_bytes=finished.counted_peak_bytes,
         predicted_peak_bytes=finished.predicted_peak_bytes,
         measured_peak_bytes=finished.measured_peak_bytes,
         seconds=time.perf_counter() - began,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Images a second, and the share of the time that steps waited for them."""
+
+    images_per_second: float
+    waiting: float
+
+
+def pace_of(steps: Sequence[StepDone]) -> Pace:
+    """The pace of steps whose events are given; a step's time has its wait in it.
+
+    Args:
+        steps: one at least, none of which took no time.
+    """
+    milliseconds = sum(step.step_ms for step in steps)
+    return Pace(sum(step.num_images for step in steps) / milliseconds * 1000, sum(step.data_wait_ms for step in steps) / milliseconds)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from hiresvis import doctor as doctor_module
-from hiresvis import machine
+from hiresvis import device, machine
 from hiresvis.data import heif
 from hiresvis.doctor import SELF_TEST, doctor
 from hiresvis.errors import EnvironmentFailed, HiresvisError, RecipeError
-from hiresvis.rehearsal import Rehearsal, rehearse
+from hiresvis.rehearsal import Pace, Rehearsal, pace_of, rehearse
+from hiresvis.run.events import StepDone
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,12 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
     assert export.mend == "pip install 'hiresvis[export]'"
 
 
+def test_a_run_and_the_doctor_name_the_system_alike():
+    """So that a report can be held against what the doctor says of a machine."""
+    made_on = device.machine(torch.device("cpu"), "CPU")
+    assert machine.software().text.endswith(f"Python {made_on['python']}, {made_on['system']}")
+
+
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     """A file where the folder should be: said with its path, and no failure, since plans work without."""
     (tmp_path / "taken").write_text("")
@@ -138,6 +145,12 @@ SMALL_RUN = Rehearsal(
     measured_peak_bytes=1900,
     seconds=9.0,
 )
+
+
+def test_waiting_is_a_part_of_a_step_and_counts_once():
+    """Two steps of one second each, a quarter and three quarters of them waited: 8 images a second, half of it waiting."""
+    numbers = {"epoch": 1, "num_steps": 2, "loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "num_images": 8, "step_ms": 1000.0, "memory_bytes": 0}
+    assert pace_of([StepDone(step=at, data_wait_ms=wait, **numbers) for at, wait in ((1, 250.0), (2, 750.0))]) == Pace(8.0, 0.5)
 
 
 @pytest.mark.parametrize(("counted", "failed"), [(1000, False), (1015, False), (1030, True), (960, True)])
