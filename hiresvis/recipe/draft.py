@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def draft(lines: Mapping[str, Line], *, head: Sequence[str] = (), asides: Mappin
     data:
       train: "a: b"
     """
-    text = [f"# {line}".rstrip() for line in head]
+    text = [f"# {_flat(line)}".rstrip() for line in head]
     ordered = [key for key in keys_of() if key in lines]
     assert len(ordered) == len(lines), lines.keys() - set(ordered)
     section = ""
@@ -61,11 +62,12 @@ def _is_open(section: str, depth: int, before: str) -> bool:
 def _asides(section: str, asides: Mapping[str, Sequence[str]] | None) -> list[str]:
     indent = "  " * (section.count(".") + 1)
     found = (asides or {}).get(section, ()) if section else ()
-    return [f"{indent}# {line}" for text in found for line in textwrap.wrap(text, _WIDTH - len(indent) - 2, break_on_hyphens=False)]
+    return [f"{indent}# {line}" for text in found for line in textwrap.wrap(_flat(text), _WIDTH - len(indent) - 2, break_on_hyphens=False)]
 
 
 def _commented(line: str, why: str) -> list[str]:
     """A line with its comment beside it, which goes on below itself; above it where a long value leaves too little room."""
+    why = _flat(why).strip()
     if not why:
         return [line]
     if len(line) > _MOST_BESIDE:
@@ -74,3 +76,12 @@ def _commented(line: str, why: str) -> list[str]:
     column = max(_COLUMN, len(line) + 2)
     first, *more = textwrap.wrap(why, _WIDTH - column - 2, break_on_hyphens=False)
     return [f"{line:{column}}# {first}", *(f"{'':{column}}# {part}" for part in more)]
+
+
+def _flat(text: str) -> str:
+    r"""A comment in one line, whatever is in it: names of files and classes may have line ends (YAML knows five) and control characters.
+
+    >>> _flat("z\r\nlog: {dir: evil}\u2028  x")
+    'z log: {dir: evil}   x'
+    """
+    return re.sub("\n+", " ", "".join(char if char.isprintable() else "\n" for char in text))
