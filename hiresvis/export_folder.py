@@ -24,29 +24,56 @@ def whole_folder(out: Path, *, ours: Collection[str], force: bool) -> Iterator[P
         RunFolderError: something is at `out` that is not to be replaced.
         EnvironmentFailed: it cannot be written.
     """
+    out = _named(out)
     _refuse_existing(out, ours, force=force)
     stage, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     made = [folder for folder in out.parents if not folder.exists()]
+    stands_in, names = False, set[str]()
     try:
         with _blamed_on(out):
             stage.mkdir(parents=True)
         yield stage
         with _blamed_on(out):
+            names = set(os.listdir(stage))
             for path in (*stage.iterdir(), stage):
                 sync(path)
-            if out.exists():
-                os.replace(out, old)
-            os.replace(stage, out)
+            if out.exists() and out.samefile(os.curdir):
+                old.mkdir()
+                stands_in = True
+                _move_files(out, old)
+                _move_files(stage, out)
+            else:
+                if out.exists():
+                    os.replace(out, old)
+                os.replace(stage, out)
             sync(out.parent)
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        if old.exists() and not out.exists():
+        if stands_in:
+            for name in names - set(os.listdir(stage)):
+                (out / name).unlink(missing_ok=True)
+            _move_files(old, out)
+            old.rmdir()
+        elif old.exists() and not out.exists():
             os.replace(old, out)
+        shutil.rmtree(stage, ignore_errors=True)
         for folder in made:
             with suppress(OSError):  # not empty: somebody else's
                 folder.rmdir()
         raise
     shutil.rmtree(old, ignore_errors=True)
+    if stands_in:
+        stage.rmdir()
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """File by file, for the folder that one stands in: were it moved itself, one would stand in a folder that is gone."""
+    for path in sorted(source.iterdir()):
+        os.replace(path, target / path.name)
+
+
+def _named(out: Path) -> Path:
+    """The path with a name at its end, beside which another can be written: `.` and `..` have none."""
+    return out.resolve() if ".." in out.parts else out.absolute()
 
 
 def _refuse_existing(out: Path, ours: Collection[str], *, force: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,59 @@ def test_a_folder_appears_with_its_parents_and_nothing_beside_it(tmp_path):
     (tmp_path / "empty").mkdir()
     fill(tmp_path / "empty", "2")
     assert (tmp_path / "empty" / "contract.json").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (".", "here"),
+        ("./", "here"),
+        ("../here/", "here"),
+        ("new/", "here/new"),
+        ("../there/new/..", "there"),
+        ("./new/../../there", "there"),
+    ],
+)
+def test_a_folder_can_be_named_in_any_way(tmp_path, monkeypatch, given, meant):
+    """The one that one stands in, which it stays; by dots, or with a slash at the end. Nothing is left beside it."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with export_folder.whole_folder(Path(given), ours=OURS, force=False) as stage:
+        (stage / "contract.json").write_text("1")
+    assert (tmp_path / meant / "contract.json").read_text() == "1"
+    assert Path("contract.json").exists() is (meant == "here")
+    assert names(tmp_path) == sorted({"here", meant, f"{meant}/contract.json"})
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 1, 2, 3])
+def test_where_one_stands_a_former_export_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, fails_at):
+    """File by file, whichever move fails; then everything is as it was."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    for name in OURS:
+        Path(name).write_text("old")
+    replace, calls = os.replace, []
+
+    def refuse_one(source, target):
+        calls.append(target)
+        if len(calls) - 1 == fails_at:
+            raise OSError(errno.EACCES, "Permission denied")
+        replace(source, target)
+
+    def again() -> None:
+        with export_folder.whole_folder(Path(), ours=OURS, force=True) as stage:
+            for name in (OURS[0], "config.json"):
+                (stage / name).write_text("new")
+
+    monkeypatch.setattr(export_folder.os, "replace", refuse_one)
+    if fails_at is None:
+        again()
+    else:
+        with pytest.raises(EnvironmentFailed, match="permission denied"):
+            again()
+    found = {path.name: path.read_text() for path in Path().iterdir()}
+    assert found == ({OURS[0]: "new", "config.json": "new"} if fails_at is None else dict.fromkeys(OURS, "old"))
+    assert names(tmp_path) == sorted(["out", *(f"out/{name}" for name in found)])
 
 
 def test_an_export_is_replaced_only_by_force(tmp_path):
