@@ -112,6 +112,15 @@ def test_every_part_has_its_floor():
     assert {part_of(path) for path in MODULES} <= FLOORS.keys()
 
 
+def test_the_table_of_floors_is_that_of_the_imports():
+    """ARCHITECTURE.md names each part once, on the floor that the walk holds it to, from the lowest up."""
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## Floors")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", table, flags=re.MULTILINE)
+    told = [(name.strip("/").removesuffix(".py"), int(floor)) for floor, parts in rows for name in re.findall(r"`([^`]+)`", parts)]
+    assert sorted(told) == sorted((part, floor) for part, floor in FLOORS.items() if part not in ("__init__", "__main__"))
+    assert [int(floor) for floor, _ in rows] == sorted(int(floor) for floor, _ in rows)
+
+
 def test_imports_come_from_lower_floors():
     """No module imports from its own floor's other parts or from above, and libraries stay where they belong."""
     said = [text for path in MODULES for text in violations(path, part_of(path))]

@@ -82,6 +82,12 @@ def test_timm_loads_the_folder_by_its_name(trained, tmp_path):
     assert (wanted["input_size"], tuple(wanted["mean"]), tuple(wanted["std"])) == ((3, 96, 96), own.contract.mean, own.contract.std)
 
 
+def test_the_readme_tells_on_how_many_images_a_graph_is_run():
+    """As many as are compared."""
+    (told,) = re.findall(r"onnxruntime runs it on (\d+) images of the validation data", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(told) == export_module._COMPARED
+
+
 def test_the_model_card_is_read_by_the_hub_and_by_people(trained, tmp_path):
     """The hub's own reader finds library, task and every result; below stand the classes, the way to load it and each interval."""
     assert trained("export", trained.path(""), "--to", "safetensors", "--out", tmp_path / "exported").code == 0
