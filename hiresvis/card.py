@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiresvis import __version__
 from hiresvis.backbone.build import weights_config
+from hiresvis.data.contract import Contract
 from hiresvis.recipe.tasks import METRICS
 from hiresvis.run import RunDirectory
 from hiresvis.run.directory import read_events
-from hiresvis.run.events import RunFinished, RunStarted
+from hiresvis.run.events import Evaluated, RunFinished, RunStarted
+from hiresvis.train.snapshot import read_weights_metadata
 from hiresvis.trained import Trained
 from hiresvis.ui.text import interval_text
 from hiresvis.units import format_duration
@@ -40,14 +43,8 @@ def model_card(run: Path, trained: Trained) -> str:
     Raises:
         RunFolderError: its events cannot be read.
     """
-    started: RunStarted | None = None
-    finished: RunFinished | None = None
-    for event in read_events(RunDirectory.open(run).events):
-        if isinstance(event, RunStarted):
-            started = event
-        elif isinstance(event, RunFinished):
-            finished = event
-    results = finished.results if finished is not None else {}
+    story = _story(RunDirectory.open(run))
+    results = story.results
     parts = [
         _front_matter(run.name, trained, results),
         f"# {run.absolute().name}\n",
@@ -59,13 +56,57 @@ def model_card(run: Path, trained: Trained) -> str:
         "## Outputs\n",
         _outputs(trained),
         "## Training\n",
-        _training(trained, started, finished),
+        _training(trained, story),
         "## Results\n",
-        _results(trained, results),
+        _results(trained, story),
         "## Limits\n",
         _limits(trained, results),
     ]
     return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    """What a run's events say of its best weights.
+
+    Attributes:
+        finished: None: the run goes on, or was stopped, since its last start.
+        best: the validation in training that chose the weights; None: not known.
+    """
+
+    started: RunStarted | None
+    finished: RunFinished | None
+    best: Evaluated | None
+
+    @property
+    def results(self) -> Mapping[str, Mapping[str, Any]]:
+        """By split, as `evaluate --json`; of a run that has not ended that one validation, without intervals."""
+        if self.finished is not None:
+            return self.finished.results
+        if self.best is None or self.started is None:
+            return {}
+        return {"val": {"images": self.started.num_val, "loss": self.best.loss, **self.best.metrics}}
+
+
+def _story(run: RunDirectory) -> _Story:
+    """Events are held against what the weights' own file says, since a run may have ended, gone on and found better ones.
+
+    Raises:
+        RunFolderError: its events cannot be read.
+    """
+    started: RunStarted | None = None
+    finished: RunFinished | None = None
+    best: Evaluated | None = None
+    note = read_weights_metadata(run.best_weights)
+    for event in read_events(run.events):
+        if isinstance(event, RunStarted):
+            started, finished = event, None
+        elif isinstance(event, RunFinished):
+            finished = event
+        elif isinstance(event, Evaluated) and event.split == "val":
+            known = (str(event.epoch), event.metric, repr(event.value)) == tuple(note.get(key) for key in ("epoch", "metric", "value"))
+            best = event if known else best
+    return _Story(started, finished, best)
 
 
 def _front_matter(name: str, trained: Trained, results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -181,6 +222,8 @@ def _outputs(trained: Trained) -> str:
     if contract.task == "regress":
         rows = zip(contract.classes, contract.target_mean, contract.target_std, strict=True)
         return "".join(f"- {_code(name)} is logit x {std:.6g} + {mean:.6g}\n" for name, mean, std in rows)
+    if contract.task == "classify" and contract == contract.unfitted:
+        return "Probabilities are the softmax of logits.\n"
     if contract.task == "classify":
         return f"Probabilities are the softmax of logits / {contract.temperature:.4g}, a temperature fitted to the validation images.\n"
     told = ", ".join(f"{_code(name)} {value:.3g}" for name, value in zip(contract.classes, contract.thresholds, strict=False))
@@ -188,8 +231,8 @@ def _outputs(trained: Trained) -> str:
     return f"Each label's probability is the sigmoid of its logit.{fitted}\n"
 
 
-def _training(trained: Trained, started: RunStarted | None, finished: RunFinished | None) -> str:
-    recipe = trained.loaded.recipe
+def _training(trained: Trained, story: _Story) -> str:
+    recipe, started, finished = trained.loaded.recipe, story.started, story.finished
     cfg = weights_config(trained.backbone.name)
     source = recipe.model.pretrained
     if source is False:
@@ -200,13 +243,13 @@ def _training(trained: Trained, started: RunStarted | None, finished: RunFinishe
         begun = f"the weights of {_code(str(source).rpartition('/')[2])}"
     lines = [f"begun from {begun}"]
     if started is not None:
-        lines.append(f"{started.num_train} training images, {started.num_val} for validation, which chose the epoch and the temperature")
+        lines.append(f"{started.num_train} training images, {started.num_val} for validation, which chose {_chosen(trained.contract)}")
     if finished is not None:
         device = started.device if started is not None else "one device"
         took = f" in {format_duration(finished.seconds)}" if finished.seconds else ""
         lines.append(f"{finished.epochs} epochs{took} on {device}; the weights are of epoch {finished.best_epoch}")
     else:
-        lines.append("the run has not ended: these are the best weights so far")
+        lines.append("the run has not ended: these are the best weights so far" + (f", of epoch {story.best.epoch}" if story.best else ""))
     optim = recipe.optim
     lines.append(f"{optim.name}, learning rate {optim.lr:.3g}" if isinstance(optim.lr, float) else optim.name)
     lines[-1] += (
@@ -216,8 +259,15 @@ def _training(trained: Trained, started: RunStarted | None, finished: RunFinishe
     return "".join(f"- {line}\n" for line in lines)
 
 
-def _results(trained: Trained, results: Mapping[str, Mapping[str, Any]]) -> str:
+def _chosen(contract: Contract) -> str:
+    """What validation has decided."""
+    fitted = {"classify": "the temperature", "multilabel": "the thresholds"}.get(contract.task)
+    return "the epoch" if fitted is None or contract == contract.unfitted else f"the epoch and {fitted}"
+
+
+def _results(trained: Trained, story: _Story) -> str:
     """A table of the splits; the metric that decided stands first."""
+    results = story.results
     if not results:
         return "None: the run has not ended. `hiresvis evaluate RUN` measures it.\n"
     names = [trained.metric, *(name for name in METRICS[trained.contract.task] if name != trained.metric)]
@@ -232,15 +282,23 @@ def _results(trained: Trained, results: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append([name, *cells])
     by = "groups" if any(found.get("intervals_by") == "group" for found in results.values()) else "images"
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"{table}\nIn brackets: 95% intervals over draws of the {by}. `{trained.metric}` of validation chose the weights.\n"
+    if story.finished is None:
+        at = ", labels at 0.5" if trained.contract.task == "multilabel" else ""
+        told = (
+            f"The run has not ended: this is the validation in training that chose the weights{at}. `hiresvis evaluate RUN` tells more"
+        )
+    else:
+        told = f"In brackets: 95% intervals over draws of the {by}. `{trained.metric}` of validation chose the weights"
+    return f"{table}\n{told}.\n"
 
 
 def _limits(trained: Trained, results: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["The numbers hold for images like those of the run: the same source, camera and preparation. Others were not measured."]
     if results and "test" not in results:
-        lines.append("There was no test split: the validation images chose the weights, so their numbers are on the high side.")
+        lines.append("There is no result of a test split: the validation images chose the weights, so their numbers are on the high side.")
     if (smallest := min((int(found["images"]) for found in results.values()), default=0)) and smallest < 100:
-        lines.append(f"{smallest} images are few: the intervals above are what that leaves open.")
+        known = any(found.get("intervals") for found in results.values())
+        lines.append(f"{smallest} images are few{': the intervals above are what that leaves open' if known else ''}.")
     calibration = next((found["calibration"]["error"] for found in reversed(list(results.values())) if "calibration" in found), None)
     if calibration is not None:
         lines.append(f"Probabilities are off by {calibration:.3f} in the mean (calibration error) where that was measured.")

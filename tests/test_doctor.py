@@ -12,8 +12,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from hiresvis import doctor as doctor_module
 from hiresvis import device, machine
+from hiresvis import doctor as doctor_module
 from hiresvis.data import heif
 from hiresvis.doctor import SELF_TEST, doctor
 from hiresvis.errors import EnvironmentFailed, HiresvisError, RecipeError

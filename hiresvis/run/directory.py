@@ -31,6 +31,7 @@ from hiresvis.run.lines import describe
 from hiresvis.units import format_size
 
 _MIN_FREE_BYTES = 64 * 2**20
+_OF_BEST_WEIGHTS = ("predictions.csv", "reliability.json", "statistics.json", "worst")
 _EPOCH_COLUMNS = ("epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss")
 
 
@@ -249,6 +250,23 @@ def refuse_existing(path: Path) -> None:
     if any(path.iterdir()):
         message = "not empty, and no run to go on with (--resume needs its recipe.yaml)"
         raise RunFolderError(f"{path}: {message}; begin elsewhere: log.dir=NEW_FOLDER")
+
+
+def forget_results(root: Path) -> None:
+    """Removes what the end of a run has left of its best weights, before others take their place: it would be taken for theirs.
+
+    Raises:
+        EnvironmentFailed: something of it cannot be removed.
+    """
+    for path in (root / name for name in _OF_BEST_WEIGHTS):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            message = f"{path}: of earlier weights, and cannot be removed ({files.reason(error)}); check that the folder can be written"
+            raise EnvironmentFailed(message) from error
 
 
 def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hiresvis.errors import RunFolderError
+from hiresvis.run.directory import forget_results
 from hiresvis.train.progress import Progress
 from hiresvis.train.snapshot import Snapshot, load_snapshot, read_weights_metadata, save_snapshot, save_weights
 from hiresvis.train.state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng, with_prefix, without_prefix
@@ -25,7 +26,7 @@ class Keeper:
 
     def __init__(self, step: TrainStep, run_dir: Path) -> None:
         self.snapshot_dir = run_dir / "snapshot"
-        self._step = step
+        self._step, self._run_dir = step, run_dir
         self._best, self._last = run_dir / "weights" / "best.safetensors", run_dir / "weights" / "last.safetensors"
 
     def save(self, progress: Progress) -> None:
@@ -101,11 +102,14 @@ class Keeper:
         unpack_rng(without_prefix("rng", snapshot.tensors), snapshot.state["rng"])
 
     def save_best(self, progress: Progress, value: float, loss: float) -> None:
-        """Writes the best weights, adapters merged, with the epoch, the value that they are the best by, and the loss of validation.
+        """Writes the best weights, adapters merged, with the epoch, the value that they are the best by, and the loss of validation. What
+        the folder tells of earlier ones goes first, so that whatever ends the process in between, nothing is told of weights that it is
+        not of.
 
         Raises:
             EnvironmentFailed: not written; earlier best weights are intact.
         """
+        forget_results(self._run_dir)
         note = {"epoch": str(progress.epoch), "metric": progress.metric, "value": repr(value), "loss": repr(loss)}
         save_weights(self._best, self._step.evaluated_weights(), metadata=note)
 

@@ -338,7 +338,8 @@ def _after_evaluation(state: RunState, event: Evaluated) -> RunState:
         metric=event.metric,
         value=event.value,
     )
-    return _with_epoch(replace(state, val=event), summary)
+    test = None if event.is_best else state.test  # of the best weights, which were others
+    return _with_epoch(replace(state, val=event, test=test), summary)
 
 
 def _summary(state: RunState, epoch: int) -> EpochSummary:

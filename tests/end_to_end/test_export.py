@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,15 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hiresvis import export as export_module
 from hiresvis import onnx_graph
+from hiresvis.card import model_card
 from hiresvis.data.contract import Contract, load_image, make_prepare
 from hiresvis.data.loader import EvalLoader
+from hiresvis.run import RunDirectory, read_events
+from hiresvis.run.events import Evaluated, RunInterrupted
 from hiresvis.trained import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +108,57 @@ def test_the_model_card_is_read_by_the_hub_and_by_people(trained, tmp_path):
     assert f"{results['test']['images']} images are few" in card.text
     _, code = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
     assert code == readme_lines().replace("exported/", "")
+
+
+def noted(run: Path, epoch: int, value: float) -> None:
+    """The best weights as those of another epoch."""
+    path = run / "weights" / "best.safetensors"
+    save_file(load_file(path), path, metadata={"epoch": str(epoch), "metric": "accuracy", "value": repr(value)})
+
+
+def test_the_card_of_a_run_that_went_on_tells_no_earlier_weights_results(trained, tmp_path):
+    """Ended, gone on, a new best, stopped: the figures are of the validation that chose the weights that are exported, and nothing else."""
+    run = Path(shutil.copytree(trained.path(""), tmp_path / "run"))
+    ended = trained.events("run_finished")[-1]
+    folder, opened = RunDirectory.open(run), open_run(run)
+    assert f"the weights are of epoch {ended['best_epoch']}" in model_card(run, opened)
+    folder.record(replace(next(e for e in read_events(folder.events) if e.kind == "run_started"), resumed_from_epoch=3))
+    unfitted = replace(opened, contract=opened.contract.unfitted)
+    for epoch, value in ((4, 0.8125), (5, 0.5)):
+        said = {"loss": 0.25 * epoch, "metrics": {"accuracy": value}, "metric": "accuracy", "value": value}
+        folder.record(Evaluated(epoch=epoch, split="val", is_best=epoch == 4, best_value=0.8125, best_epoch=4, **said))
+    folder.record(RunInterrupted(signal="SIGINT", epoch=5, step=1, resume_command=""))
+    noted(run, 4, 0.8125)
+    card = ModelCard(model_card(run, unfitted))
+    assert {(one.dataset_split, one.metric_type, one.metric_value) for one in card.data.eval_results} == {("val", "accuracy", 0.8125)}
+    assert "the best weights so far, of epoch 4\n" in card.text
+    assert "| accuracy | 0.8125 |" in card.text
+    assert "The run has not ended: this is the validation in training that chose the weights." in card.text
+    for text in ("In brackets", "intervals above", "calibration error", "temperature", f"epoch {ended['best_epoch']}\n"):
+        assert text not in card.text
+    noted(run, 6, 0.9)  # stopped between the weights and their event
+    text = model_card(run, unfitted)
+    assert "None: the run has not ended." in text
+    assert "the best weights so far\n" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"temperature": 1.5}, "which chose the epoch and the temperature\n"),
+        ({"temperature": 1.0}, "which chose the epoch\n"),
+        ({"task": "multilabel", "thresholds": (0.3, 0.6)}, "which chose the epoch and the thresholds\n"),
+        ({"task": "multilabel", "thresholds": ()}, "which chose the epoch\n"),
+        ({"task": "regress", "target_mean": (0.0, 0.0), "target_std": (1.0, 1.0)}, "which chose the epoch\n"),
+    ],
+)
+def test_the_card_says_what_validation_has_chosen(trained, changed, said):
+    """By the task, and by what was fitted."""
+    opened = open_run(trained.path(""))
+    contract = replace(opened.contract, **{"temperature": 1.0, **changed})
+    text = model_card(trained.path(""), replace(opened, contract=contract))
+    assert said in text
+    assert ("temperature" in text) is (contract.temperature != 1)
 
 
 def test_the_weights_file_alone_tells_how_to_use_it(trained):

@@ -40,7 +40,7 @@ def test_a_second_process_is_refused_with_the_ways_on(tmp_path):
 
 
 def test_looking_needs_no_right_to_write(tmp_path, monkeypatch):
-    """The file is opened to be read, and nothing is made: told by what is asked of the system, since an administrator may write anywhere."""
+    """The file is opened to be read, and nothing is made: told by what is asked of the system, as root may write anywhere."""
     events, asked, really = tmp_path / "events.jsonl", [], os.open
 
     def spied(path, flags, *rest, **named):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hiresvis.errors import Interrupted, RunFolderError, TrainingFailed
+from hiresvis.run import directory
 from hiresvis.run.events import Evaluated, Event, Notice, RunFinished, RunInterrupted, StepDone
 from hiresvis.train.evaluate import Evaluation, evaluate
 from hiresvis.train.optim import build_schedule
@@ -196,6 +198,38 @@ def test_best_weights_are_those_of_the_best_epoch(small, tmp_path):
     assert again.metrics["accuracy"] == max(values)
     assert again.loss == results[best_epoch - 1].loss
     assert torch.equal(trainer.best_evaluation.scores, again.scores)
+
+
+def test_new_best_weights_leave_nothing_that_was_told_of_the_former(small, tmp_path):
+    """Predictions, reliability, statistics and pictures of an earlier end are gone with the weights that they are of, and only then."""
+    (tmp_path / "worst").mkdir()
+    told = [tmp_path / name for name in ("predictions.csv", "reliability.json", "statistics.json", "worst/index.json")]
+    for path in (*told, tmp_path / "contract.json"):
+        path.write_text("{}")
+    seen = []
+    for event in small.make_trainer(tmp_path, limits=RunLimits(epochs=2)).fit():
+        if isinstance(event, Evaluated):
+            seen.append((event.is_best, [path.exists() for path in told]))
+            for path in told:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("{}")
+    assert seen[0][0]
+    assert all(there == [not is_best] * 4 for is_best, there in seen)
+    assert (tmp_path / "contract.json").exists()
+
+
+def test_where_what_was_told_cannot_be_removed_the_former_weights_stay(small, tmp_path, monkeypatch):
+    """No file is taken for one of weights that it is not of; the error is told, and training goes on."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(directory.shutil, "rmtree", refuse)
+    (tmp_path / "worst").mkdir()
+    events = list(small.make_trainer(tmp_path, limits=RunLimits(epochs=1)).fit())
+    assert not any(event.is_best for event in events if isinstance(event, Evaluated))
+    assert any("worst: of earlier weights, and cannot be removed (permission denied)" in e.text for e in events if isinstance(e, Notice))
+    assert not (tmp_path / "weights" / "best.safetensors").exists()
 
 
 def test_run_without_progress_stops_early(small, tmp_path):

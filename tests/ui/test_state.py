@@ -142,3 +142,13 @@ def test_best_is_none_until_an_epoch_was_evaluated(make_events: Callable[..., li
     found = events[first]
     assert isinstance(found, Evaluated)
     assert replay(events[: first + 1]).best == ("macro_f1", found.value, 1)
+
+
+def test_figures_of_the_test_split_go_with_the_weights_that_they_are_of(make_events: Callable[..., list[Event]]) -> None:
+    """A run that ended and goes on keeps them until it finds better weights."""
+    events = make_events(2, 3)
+    found = next(event for event in events if isinstance(event, Evaluated))
+    ended = replay([*events, replace(found, split="test", is_best=False), next(e for e in events if isinstance(e, RunStarted))])
+    assert ended.test is not None
+    assert advance(ended, replace(found, epoch=3, is_best=False)).test is not None
+    assert advance(ended, replace(found, epoch=3, is_best=True)).test is None
