@@ -284,9 +284,7 @@ def _results(trained: Trained, story: _Story) -> str:
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     if story.finished is None:
         at = ", labels at 0.5" if trained.contract.task == "multilabel" else ""
-        told = (
-            f"The run has not ended: this is the validation in training that chose the weights{at}. `hiresvis evaluate RUN` tells more"
-        )
+        told = f"The run has not ended: this is the validation in training that chose the weights{at}. `hiresvis evaluate RUN` tells more"
     else:
         told = f"In brackets: 95% intervals over draws of the {by}. `{trained.metric}` of validation chose the weights"
     return f"{table}\n{told}.\n"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hiresvis.errors import RecipeError, RunFolderError
-from hiresvis.recipe.load import LoadedRecipe, load_recipe
+from hiresvis.recipe.load import LoadedRecipe, load_recipe, parse_recipe
 from hiresvis.recipe.resolve import Entry, Resolution
 from hiresvis.recipe.values import shown
 
@@ -62,11 +63,26 @@ def read_resolved(path: Path) -> dict[str, Entry]:
     Raises:
         RunFolderError: the file is missing or no recipe.
     """
+    with _blamed_on(path):
+        return _entries(load_recipe(path))
+
+
+def parse_resolved(text: str, path: Path) -> dict[str, Entry]:
+    """As `read_resolved`, of a text that was read already."""
+    with _blamed_on(path):
+        return _entries(parse_recipe(text, path))
+
+
+@contextmanager
+def _blamed_on(path: Path) -> Iterator[None]:
     try:
-        own = load_recipe(path)
-        origins = dict(_origins(own.text))
+        yield
     except RecipeError as error:
         raise RunFolderError(f"{path}: not the recipe of a run any more; start a new run: log.dir=NEW_FOLDER\n{error}") from error
+
+
+def _entries(own: LoadedRecipe) -> dict[str, Entry]:
+    origins = dict(_origins(own.text))
     entries = {entry.key: entry for entry in Resolution(own).entries}
     return {key: Entry(key, entry.value, *origins.get(key, ("given", ""))) for key, entry in entries.items()}
 

@@ -31,6 +31,7 @@ from hiresvis.run.lines import describe
 from hiresvis.units import format_size
 
 _MIN_FREE_BYTES = 64 * 2**20
+_MOST_EVENTS_BYTES = 2**30  # some four million steps
 _OF_BEST_WEIGHTS = ("predictions.csv", "reliability.json", "statistics.json", "worst")
 _EPOCH_COLUMNS = ("epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss")
 
@@ -282,10 +283,10 @@ def read_events(path: Path) -> Iterator[Event]:
     """The events of an events.jsonl. A torn line, as a killed process leaves, is passed over.
 
     Raises:
-        RunFolderError: the file cannot be read.
+        RunFolderError: the file cannot be read, or is none of a run: no regular file, or one of more than a GiB.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = files.read_bytes(path, _MOST_EVENTS_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read ({files.reason(error)}); give a folder that hiresvis fit made") from error
     for line in text.split("\n"):

@@ -222,16 +222,16 @@ def from_json(row: Mapping[str, Any]) -> Event:
     if unknown := set(values) - set(types):
         raise ValueError(f"event {cls.kind}: unknown keys {sorted(unknown)}")
     for key, value in values.items():
-        if not _is_of(value, types[key]):
+        if not is_of(value, types[key]):
             raise ValueError(f"event {cls.kind}: {key} is {value!r}, not {types[key]}")
     arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return cls(**arguments)
 
 
-def _is_of(value: Any, form: str) -> bool:
+def is_of(value: Any, form: str) -> bool:
     """Whether a JSON value can stand for a field of this type. A number fits both kinds of number, and is one that a float can hold."""
     if form.endswith(" | None"):
-        return value is None or _is_of(value, form.removesuffix(" | None"))
+        return value is None or is_of(value, form.removesuffix(" | None"))
     match form:
         case "str":
             return isinstance(value, str)
@@ -242,10 +242,12 @@ def _is_of(value: Any, form: str) -> bool:
             return number or (form == "float" and value != value)  # nan
         case "tuple[str, ...]":
             return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        case "tuple[float, ...]":
+            return isinstance(value, list | tuple) and all(is_of(item, "float") for item in value)
         case "tuple[int, int]":
-            return isinstance(value, list | tuple) and len(value) == 2 and all(_is_of(item, "int") for item in value)
+            return isinstance(value, list | tuple) and len(value) == 2 and all(is_of(item, "int") for item in value)
         case "Mapping[str, float]" | "Mapping[str, int]":  # null: a number that is not finite
-            return isinstance(value, Mapping) and all(item is None or _is_of(item, "float") for item in value.values())
+            return isinstance(value, Mapping) and all(item is None or is_of(item, "float") for item in value.values())
         case "Mapping[str, Mapping[str, Any]]":
             return isinstance(value, Mapping) and all(isinstance(item, Mapping) for item in value.values())
     raise AssertionError(f"a field of type {form}: say here which JSON values it takes")

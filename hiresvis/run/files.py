@@ -6,12 +6,38 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hiresvis.errors import EnvironmentFailed
+from hiresvis.units import format_size
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """The content of a file in a folder that somebody else may have made: no link out of it is followed, and nothing is waited for.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than that; `strerror` says so.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        handle = os.open(path, flags)
+    except ValueError as error:  # no name that a file can have
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "a link, which is not followed", str(path)) from error
+        raise
+    with open(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"{format_size(found.st_size)}, above the {format_size(most_bytes)} that are read", str(path))
+        return stream.read(most_bytes)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from hiresvis.errors import RunFolderError
-from hiresvis.recipe.changes import read_resolved
+from hiresvis.recipe.changes import parse_resolved
 from hiresvis.run.files import write_text
 from hiresvis.ui.charts import centred_mean
 from hiresvis.ui.report import model_of, page, status_of
@@ -148,7 +148,7 @@ def _differences(runs: Sequence[RunFiles]) -> dict[str, Any]:
     unread = []
     for run in runs:
         try:
-            entries = read_resolved(run.folder / "recipe.resolved.yaml")
+            entries = parse_resolved(run.resolved, run.folder / "recipe.resolved.yaml")
             found.append({key: (_shown(entry.value), entry.origin) for key, entry in entries.items() if key not in _OWN})
         except RunFolderError:
             unread.append(run.folder.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _context(run: RunFiles, price_per_hour: float | None) -> dict[str, Any]:
         "image_size": image_size,
         "started": state.started,
         "status": status_of(state),
-        "when": datetime.fromtimestamp(state.started.time).strftime("%Y-%m-%d %H:%M") if state.started and state.started.time else "",
+        "when": _when(state.started.time) if state.started and state.started.time else "",
         "tiles": _tiles(run),
         "charts": _charts(state),
         "epochs": state.epochs,
@@ -121,6 +122,14 @@ def _context(run: RunFiles, price_per_hour: float | None) -> dict[str, Any]:
         "gaps": run.gaps,
         "hatches": Markup("").join([hatch("again", "hatch-line"), hatch("measured", "hatch-measured")]),
     }
+
+
+def _when(time: float) -> str:
+    """Empty where it is no time that a calendar has."""
+    try:
+        return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _is_finding(state: RunState, notice: Notice) -> bool:
@@ -322,8 +331,9 @@ def _preview(run: RunFiles, row: Prediction) -> str | None:
         return None
     path = Path(row.path)
     for candidate in (path, run.folder / path):
-        if candidate.is_file():
-            return thumbnail(candidate)
+        with suppress(OSError):  # no name that a file can have
+            if candidate.is_file():
+                return thumbnail(candidate)
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from hiresvis.run.events import is_of
 from hiresvis.ui import charts
 from hiresvis.ui.run_files import RunFiles
 from hiresvis.ui.score_charts import Bin, reliability_chart, threshold_chart
@@ -82,7 +83,7 @@ def _bins(rows: Any) -> list[Bin]:
 def _is_bin(row: Any) -> bool:
     if not isinstance(row, list) or len(row) != 3:
         return False
-    return all(isinstance(one, int | float) and one >= 0 for one in row) and max(row[1:]) <= 1
+    return all(is_of(one, "int") and one >= 0 for one in row) and max(row[1:]) <= 1
 
 
 def _error(bins: Sequence[Bin]) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import csv
-import json
+import errno
+import io
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,8 @@ from typing import Any
 from hiresvis.errors import RunFolderError
 from hiresvis.run.directory import read_events
 from hiresvis.run.events import Event
+from hiresvis.run.files import read_bytes
+from hiresvis.ui.run_json import CONTRACT, INDEX, PLAN, Form, parse
 from hiresvis.ui.state import EpochSummary, RunState, replay
 from hiresvis.ui.times import Times, times_of
 from hiresvis.units import format_size
@@ -22,6 +26,8 @@ from hiresvis.units import format_size
 EVIDENCE = "worst/index.json"  # pictures of where the evidence for the worst errors lies
 NUM_WORST = 12
 MOST_PICTURE_BYTES = 2_700_000  # a third more as text, in a page of less than 5 MB
+MOST_TEXT_BYTES = 64 * 2**20
+MOST_TABLE_BYTES = 2**30
 NO_CLASS = "none"  # an image of none of the classes, in words
 _SUMMARY_COLUMNS = {"epoch", "train_loss", "lr", "seconds", "images_per_second", "val_loss"}
 
@@ -128,8 +134,8 @@ def read_run(folder: Path) -> RunFiles:
     gaps: list[str] = []
     events = _events(folder / "events.jsonl", gaps)
     state = replay(events)
-    plan = _json(folder / "plan.json", gaps)
-    contract = _json(folder / "contract.json", gaps)
+    plan = _json(folder / "plan.json", gaps, PLAN)
+    contract = _json(folder / "contract.json", gaps, CONTRACT)
     resolved = _text(folder / "recipe.resolved.yaml", gaps)
     summaries = _summaries(folder / "metrics.csv", gaps)
     if not state.epochs:
@@ -141,31 +147,29 @@ def read_run(folder: Path) -> RunFiles:
             f"{folder}: nothing to report (no events.jsonl, metrics.csv or plan.json); give a folder that hiresvis fit made"
         )
     later: dict[str, Any] = {  # what earlier releases did not write is no gap
-        "pictures": _pictures(folder / EVIDENCE, gaps) if (folder / EVIDENCE).is_file() else {},
-        "recipe": _text(folder / "recipe.yaml", []),
-        "reliability": _json(folder / "reliability.json", gaps) if (folder / "reliability.json").is_file() else {},
-        "labels": _labels(folder / "samples.csv"),
+        "pictures": _pictures(folder / EVIDENCE, gaps) if os.path.lexists(folder / EVIDENCE) else {},
+        "recipe": _text(folder / "recipe.yaml", gaps) if os.path.lexists(folder / "recipe.yaml") else "",
+        "reliability": _json(folder / "reliability.json", gaps) if os.path.lexists(folder / "reliability.json") else {},
+        "labels": _labels(folder / "samples.csv", gaps) if os.path.lexists(folder / "samples.csv") else {},
         "times": times_of(events),
     }
     return RunFiles(folder, state, plan, contract, resolved, predictions, tuple(gaps), **later)
 
 
-def _text(path: Path, gaps: list[str]) -> str:
+def _text(path: Path, gaps: list[str], most_bytes: int = MOST_TEXT_BYTES) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig", errors="replace")
+        return read_bytes(path, most_bytes).decode("utf-8-sig", errors="replace")
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
         return ""
 
 
-def _json(path: Path, gaps: list[str]) -> dict[str, Any]:
+def _json(path: Path, gaps: list[str], form: Form | None = None) -> dict[str, Any]:
     text = _text(path, gaps)
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError as error:
-        gaps.append(f"{path.name}: not whole JSON ({error})")
-        return {}
-    return value if isinstance(value, dict) else {}
+    found, unusable = parse(text, form) if text else ({}, "")
+    if unusable:
+        gaps.append(f"{path.name}: {unusable}")
+    return found
 
 
 def _events(path: Path, gaps: list[str]) -> list[Event]:
@@ -178,9 +182,9 @@ def _events(path: Path, gaps: list[str]) -> list[Event]:
 
 
 def _rows(path: Path, gaps: list[str]) -> Iterator[dict[str, str]]:
-    text = _text(path, gaps)
+    text = _text(path, gaps, MOST_TABLE_BYTES)
     try:
-        for row in csv.DictReader(text.splitlines(keepends=True)):
+        for row in csv.DictReader(io.StringIO(text, newline="")):
             yield {key: value for key, value in row.items() if isinstance(key, str) and isinstance(value, str)}
     except csv.Error as error:
         gaps.append(f"{path.name}: {error}")
@@ -233,15 +237,15 @@ def _predictions(path: Path, classes: tuple[str, ...], gaps: list[str]) -> Itera
         elif "score" in row and predicted:
             said["score"] = _or_nan(row["score"])
             yield Prediction(**said, label=by_index.get(label or "", label or ""), predicted=by_index.get(predicted, predicted))
-        elif label is not None and values:
+        elif label is not None and values and classes:
             scores = tuple(values.get(f"score_{name}", math.nan) for name in classes)
             yield Prediction(**said, label=label or NO_CLASS, predicted=predicted or NO_CLASS, values=scores)
 
 
-def _labels(path: Path) -> dict[str, Counter[str]]:
+def _labels(path: Path, gaps: list[str]) -> dict[str, Counter[str]]:
     """How often each label occurs, by split; a sample of several labels counts for each."""
     found: dict[str, Counter[str]] = {}
-    for row in _rows(path, []):
+    for row in _rows(path, gaps):
         if row.get("split"):
             found.setdefault(row["split"], Counter()).update(row["label"].split("|") if row.get("label") else [NO_CLASS])
     return found
@@ -250,22 +254,30 @@ def _labels(path: Path) -> dict[str, Counter[str]]:
 def _pictures(path: Path, gaps: list[str]) -> dict[tuple[str, str], tuple[Picture, ...]]:
     """Those that the index names and that are there, as long as they are small enough for a page."""
     found, left = dict[tuple[str, str], tuple[Picture, ...]](), MOST_PICTURE_BYTES
-    try:
-        for sample in _json(path, gaps).get("samples", ()):
-            entries = [(entry, (path.parent / Path(entry["file"]).name).read_bytes()) for entry in sample["pictures"]]
-            left -= sum(len(data) for _, data in entries)
-            if left < 0:
+    if path.parent.is_symlink():
+        gaps.append(f"{path.parent.name}: a link, which is not followed")
+        return found
+    for sample in _json(path, gaps, INDEX).get("samples", ()):
+        pictures = []
+        try:
+            for entry in sample["pictures"]:
+                data = read_bytes(path.parent / Path(entry["file"]).name, left)
+                left -= len(data)
+                pictures.append(_picture(entry, data))
+            found[sample["split"], sample["path"]] = tuple(pictures)
+        except OSError as error:
+            if error.errno == errno.EFBIG:
                 gaps.append(f"{EVIDENCE}: more pictures than {format_size(MOST_PICTURE_BYTES)}")
                 break
-            found[str(sample["split"]), str(sample["path"])] = tuple(_picture(entry, data) for entry, data in entries)
-    except (OSError, KeyError, TypeError, AttributeError) as error:
-        gaps.append(f"{EVIDENCE}: {error}")
+            gaps.append(f"{EVIDENCE}: {error.strerror}: {entry['file']!a}")
+        except KeyError as error:
+            gaps.append(f"{EVIDENCE}: a sample without {error}")
     return found
 
 
 def _picture(entry: Mapping[str, Any], data: bytes) -> Picture:
     uri = "data:image/jpeg;base64," + base64.b64encode(data).decode("ascii")
-    return Picture(uri, str(entry["what"]), str(entry.get("name", "")), bool(entry.get("empty")), tuple(entry.get("size", ())))
+    return Picture(uri, entry["what"], entry.get("name", ""), entry.get("empty", False), entry.get("size", ()))
 
 
 def _named(names: Sequence[str], values: Sequence[float]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hiresvis.run.events import Evaluated, LadderRow, PlanChosen, RunFinished, RunInterrupted
+from hiresvis.run.events import Evaluated, LadderRow, PlanChosen, RunFinished, RunInterrupted, is_of
 from hiresvis.ui.state import RunState
 from hiresvis.units import GIB, format_duration, format_size
 
@@ -360,7 +360,9 @@ def final_lines(state: RunState, event: RunFinished) -> list[tuple[str, str]]:
 
 def intervals_of(event: RunFinished | None, split: str) -> Mapping[str, Sequence[float]]:
     """The intervals of a split's metrics, by name, as far as they are known."""
-    return event.results.get(split, {}).get("intervals", {}) if event else {}
+    found = event.results.get(split, {}).get("intervals") if event else None
+    ends = found.items() if isinstance(found, Mapping) else ()
+    return {name: pair for name, pair in ends if is_of(pair, "tuple[int, int]")}
 
 
 def peak_lines(state: RunState, event: RunFinished) -> list[str]:

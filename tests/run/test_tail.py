@@ -11,7 +11,7 @@ import pytest
 from hiresvis.errors import RunFolderError
 from hiresvis.run import RunDirectory, read_events
 from hiresvis.run.directory import parse_event
-from hiresvis.run.events import TYPES, Notice, StepDone, _is_of, to_json
+from hiresvis.run.events import TYPES, Notice, StepDone, is_of, to_json
 from hiresvis.run.tail import Tail
 
 
@@ -124,4 +124,4 @@ def test_every_type_of_a_field_is_known_to_the_reader():
     """A new kind of field has to say which JSON values it takes."""
     for types in TYPES.values():
         for form in types.values():
-            _is_of(None, form)
+            is_of(None, form)
