@@ -48,7 +48,7 @@ def gap_of(run: Path, name: str) -> str:
 @pytest.mark.parametrize("name", READ)
 def test_no_link_is_followed(make_events: Make, make_run: Make, tmp_path: Path, name: str) -> None:
     """Whichever file is one to something outside: its words are not on the page, and the page says so."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     (run / "worst").mkdir()
     (tmp_path / "secret").write_text("split,path,label,sesame\n{'a': 'sesame'}\n")
     (run / name).unlink(missing_ok=True)
@@ -59,7 +59,7 @@ def test_no_link_is_followed(make_events: Make, make_run: Make, tmp_path: Path, 
 
 def test_no_picture_comes_from_outside(make_events: Make, make_run: Make, tmp_path: Path) -> None:
     """A link in worst/, and worst/ as a link."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     (tmp_path / "secret").write_bytes(b"open sesame")
     pictured(run, "01.jpg")
     (run / "worst" / "01.jpg").symlink_to(tmp_path / "secret")
@@ -79,7 +79,7 @@ def test_no_picture_comes_from_outside(make_events: Make, make_run: Make, tmp_pa
 @pytest.mark.parametrize("name", READ)
 def test_a_pipe_is_not_waited_for(make_events: Make, make_run: Make, name: str) -> None:
     """By neither page; nobody will ever write into it."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     (run / "worst").mkdir()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
@@ -90,7 +90,7 @@ def test_a_pipe_is_not_waited_for(make_events: Make, make_run: Make, name: str) 
 @pytest.mark.parametrize("name", [*READ, "worst/01.jpg"])
 def test_sizes_are_looked_at_first(make_events: Make, make_run: Make, name: str) -> None:
     """Of a file of four terabytes, which has no byte on disk, none is read."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     pictured(run, "01.jpg", b"")
     with (run / name).open("wb") as file:
         file.truncate(2**42)
@@ -101,7 +101,7 @@ def test_sizes_are_looked_at_first(make_events: Make, make_run: Make, name: str)
 @pytest.mark.parametrize("file", ["a\0b", "..", "", "x" * 5000, "missing.jpg"])
 def test_a_picture_that_has_no_such_name_is_told(make_events: Make, make_run: Make, file: str) -> None:
     """Whatever the system makes of the name."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     pictured(run, file)
     assert gap_of(run, "worst/index.json")
 
@@ -110,7 +110,7 @@ def test_a_picture_that_has_no_such_name_is_told(make_events: Make, make_run: Ma
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[1]", "NaN", '{"temperature": NaN}'])
 def test_json_of_another_form_is_told(make_events: Make, make_run: Make, name: str, text: str) -> None:
     """Nested without an end, no object, or a constant that JSON has not."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     (run / "worst").mkdir()
     (run / name).write_text(text)
     assert gap_of(run, Path(name).name)
@@ -118,7 +118,7 @@ def test_json_of_another_form_is_told(make_events: Make, make_run: Make, name: s
 
 def test_what_is_not_of_its_type_is_named_and_the_rest_is_used(make_events: Make, make_run: Make) -> None:
     """At any depth; each place once."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     plan = json.loads((run / "plan.json").read_text())
     plan |= {"budget_bytes": "much", "data": {"val": {"sha256": 3}}, "stages": 7, "ladder": [3, {"spacing": "one", "micro_batch": []}]}
     plan["machine"]["cores"] = "eight"
@@ -133,7 +133,7 @@ def test_what_is_not_of_its_type_is_named_and_the_rest_is_used(make_events: Make
 
 def test_what_a_run_writes_is_of_its_type(make_events: Make, make_run: Make) -> None:
     """A plan and a contract as `fit` leaves them have no gap."""
-    run = make_run(make_events(1, 3))
+    run = make_run(make_events(1, 3), images=0)
     for name, form in (("plan.json", PLAN), ("contract.json", CONTRACT)):
         text = (run / name).read_text()
         found, told = parse(text, form)
@@ -151,7 +151,7 @@ def changed(value: Any, odd: Any, chance: random.Random) -> Any:
     return odd
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["plan.json", "contract.json", "reliability.json", "events.jsonl"]), ODD, st.integers(0, 10**6))
 def test_there_is_a_page_whatever_stands_in_a_place(make_events: Make, make_run: Make, name: str, odd: Any, seed: int) -> None:
     """Of the plan, the contract, the diagrams, or of any one event; both pages."""
