@@ -79,8 +79,6 @@ class Finish:
         fitted = Contract.read(self.folder.contract) != self.parts.contract  # by an earlier end of the run, to weights that may be replaced
         for event in trainer.fit():
             if not isinstance(event, RunFinished):
-                if isinstance(event, Evaluated) and event.is_best:
-                    self.folder.path(STATISTICS).unlink(missing_ok=True)  # of earlier weights, whose features are others
                 if fitted and isinstance(event, Evaluated) and event.is_best:
                     try:
                         self.folder.write_json("contract.json", self.parts.contract.to_json())
