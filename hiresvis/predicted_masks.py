@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from itertools import chain, count
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import torch
@@ -82,16 +82,23 @@ class MaskWriter:
 
 
 def png_path(folder: Path, sample: Sample, taken: set[str]) -> Path:
-    """The image's name as PNG; where two images would share one, with its extension, or a number.
+    """The image's name as PNG, below the folder; where two images would share one, with its extension, or a number.
+
+    Tables name images by absolute paths and by `..` as well. Joined to the folder as they are, those are the images themselves, so what
+    leads out of it is left out of the name.
 
     Args:
         taken: names in the folder, in small letters; the new one is added.
     """
-    stem = os.path.splitext(sample.name)[0]
-    names = chain((f"{stem}.png", f"{sample.name}.png"), (f"{stem}-{number}.png" for number in count(2)))
+    written = PurePath(sample.name)
+    inside = "/".join(part for part in written.relative_to(written.anchor).parts if part != os.pardir) or "image"
+    stem = os.path.splitext(inside)[0]
+    names = chain((f"{stem}.png", f"{inside}.png"), (f"{stem}-{number}.png" for number in count(2)))
     name = next(one for one in names if one.lower() not in taken)
     taken.add(name.lower())
-    return folder / name
+    path = folder / name
+    assert Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)), f"{path} is not below {folder}"
+    return path
 
 
 def write_png(image: Image.Image, path: Path, option: str) -> None:

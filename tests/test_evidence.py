@@ -197,6 +197,19 @@ def test_heat_beside_predictions(tmp_path: Path) -> None:
     assert abs(column - 28) <= 8
 
 
+def test_heat_never_writes_over_the_images(tmp_path: Path) -> None:
+    """Of rows that a table names by absolute paths and by `..`, pictures lie below the folder, and the images are as they were."""
+    samples = [
+        replace(spotted(tmp_path / "in" / name, (64, 64), (20, 20)), name=written)
+        for name, written in (("a.png", f"{tmp_path}/in/a.png"), ("b.png", "../in/b.png"))
+    ]
+    before = [sample.path.read_bytes() for sample in samples]
+    rows = iter([{"scores": {"bright": 0.9, "dark": 0.1}, "error": None}] * 2)
+    found = [Path(row["heat"]) for row in with_heat(rows, samples, look(), tmp_path / "heat")]
+    assert found == [tmp_path / "heat" / f"{tmp_path}/in/a.png".lstrip("/"), tmp_path / "heat" / "in" / "b.png"]
+    assert [sample.path.read_bytes() for sample in samples] == before
+
+
 def test_heat_that_a_task_has_not_is_refused(tmp_path: Path) -> None:
     """Masks and several targets are told, with what to do."""
     with pytest.raises(RecipeError, match="--masks"):
