@@ -175,7 +175,7 @@ def find_inputs(arguments: Sequence[str], columns: Columns | None = None) -> Inp
 
 
 def split_paths(stream: BinaryIO) -> Iterator[str]:
-    """The paths of a stream, each as soon as its end is read: a line each, or where there is a NUL among the first of them, up to each NUL
+    """The paths of a stream that nothing was read of, each as soon as its end is read: a line each, or where there is a NUL among the first of them, up to each NUL
     (`find -print0`, for names that hold a line end). Empty ones are left out, and a carriage return before a line end."""
     separator, rest = b"", b""
     while block := _read(stream):
@@ -188,10 +188,18 @@ def split_paths(stream: BinaryIO) -> Iterator[str]:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """What is there now, at least a byte unless it is the end."""
-    read_some = getattr(stream, "read1", stream.read)
-    found: bytes = read_some(_BLOCK_BYTES)
-    return found
+    """What is there now, at least a byte unless it is the end.
+
+    Past the stream's buffer where it has a descriptor: a thread that waits in there holds a lock which Python wants when it ends, and not
+    getting it aborts.
+    """
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a stream in memory
+        read_some = getattr(stream, "read1", stream.read)
+        found: bytes = read_some(_BLOCK_BYTES)
+        return found
+    return os.read(descriptor, _BLOCK_BYTES)
 
 
 def _named(parts: Sequence[bytes], separator: bytes) -> Iterator[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 from hiresvis.data.inputs import Columns, Inputs, find_inputs, split_paths, waves
 from hiresvis.data.regions import Region
 from hiresvis.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -185,3 +190,47 @@ def test_paths_that_a_program_gives_are_taken_as_they_are(tree):
     assert [str(sample.path) for sample in first] == ["*.png", "in/deep/e.csv", "in/deep/d.tif", "x" * 5000]
     assert found.take(["in/deep/d.tif", "a.png"]) == found.samples[-1:]
     assert found.num_again == 1
+
+
+LISTING = """
+import sys
+import typer
+from hiresvis.command import ending
+from hiresvis.data.inputs import waves
+
+try:
+    with ending():
+        for paths in waves(sys.stdin.buffer, 1):
+            print(*paths, flush=True)
+except typer.Exit as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def listing():
+    """A process that prints the paths of its standard input, which stays open, and ends as commands do."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"a\nb\n")
+        process.stdin.flush()
+        yield process
+        process.kill()
+
+
+def test_a_signal_ends_what_waits_for_paths(listing):
+    """The source has not ended, and the thread that reads it cannot be asked to: 130 all the same, and no abort."""
+    assert [listing.stdout.readline() for _ in range(2)] == [b"a\n", b"b\n"]
+    listing.send_signal(signal.SIGINT)
+    assert (listing.wait(60), listing.stderr.read()) == (130, b"Interrupted.\n")
+
+
+def test_whoever_wants_the_first_rows_alone_gets_them(listing):
+    """As `head -1` does: the rows have nowhere to go while the source is still open, which is no fault."""
+    assert listing.stdout.readline() == b"a\n"
+    listing.stdout.close()
+    listing.stdin.write(b"c\nd\n")
+    listing.stdin.flush()
+    assert (listing.wait(60), listing.stderr.read()) == (0, b"")
