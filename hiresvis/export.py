@@ -11,8 +11,8 @@ Weights are fp32 whatever the run's precision, and no plan is part of them. A fo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,6 +43,7 @@ CONTRACT, ONNX, INT8 = "contract.json", "model.onnx", "model.int8.onnx"
 _OURS = frozenset({CONTRACT, CONFIG, WEIGHTS, CARD, ONNX, INT8, f"{ONNX}.data"})
 _COMPARED, _BATCH = 20, 2  # images of val, spread over it, and how many at a time
 _COMPARED_INT8 = 200  # images on which 8 bits are compared: a changed class is rare
+_HELD_BYTES = 1 << 30  # of images to compare on, which several graphs see; fewer are compared where they are larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ def _write_onnx(
     if with_preprocessing:
         refuse_fit(contract, dtype)
         shape = ["batch", "height", "width", contract.channels]
-        raw = list(raw_images(_spread(samples, _COMPARED), contract))
+        raw = _held(raw_images(_spread(samples, _COMPARED), contract), lambda pair: pair[1].nbytes)
         batches, source = _whole(array for _, array in raw), "val"
         if not raw:
             source = "random pixels"
@@ -221,11 +222,7 @@ def _write_onnx(
         **({} if contract.task == "regress" else {"same_class": found.num_agreeing}),
     }
     if int8:
-        many = batches
-        if raw:
-            many = _whole(array for _, array in raw_images(_spread(samples, _COMPARED_INT8), contract))
-        elif samples:
-            many = _batches(trained, samples, dtype, say, _COMPARED_INT8)[0]
+        many = batches if source != "val" else _one_by_one(samples, contract, dtype, whole=with_preprocessing)
         small = write_int8(stage / ONNX, stage / INT8, many, contract)
         changed = {} if contract.task == "regress" else {"changed": small.num_changed}
         facts["int8"] = {"images": small.num_images, "largest": small.largest, "mean": small.mean, **changed}
@@ -268,6 +265,36 @@ def _preprocessing(graph: Graph, raw: Sequence[tuple[Sample, np.ndarray]], contr
     return {"images": len(raw), "largest_level": pixels.largest, "share": pixels.share, "scores": largest, **same}
 
 
+def _held(found: Iterable[Any], bytes_of: Callable[[Any], int]) -> list[Any]:
+    """As many as `_HELD_BYTES` have room for, and the first in any case."""
+    held, held_bytes = list[Any](), 0
+    for one in found:
+        held_bytes += bytes_of(one)
+        if held and held_bytes > _HELD_BYTES:
+            break
+        held.append(one)
+    return held
+
+
+def _one_by_one(samples: list[Sample], contract: Contract, dtype: str, *, whole: bool) -> Iterator[Tensor]:
+    """Batches of `_COMPARED_INT8` images spread over val, each read when it is asked for.
+
+    Args:
+        whole: an image of its own size each, for a graph that resizes.
+    """
+    spread = _spread(samples, _COMPARED_INT8)
+    if whole:
+        yield from (torch.from_numpy(array)[None] for _, array in raw_images(spread, contract))
+        return
+    with closing(EvalLoader.by(contract, spread, batch=_BATCH, bad_images="skip")) as loader:
+        yield from _pixels(loader, dtype, _COMPARED_INT8)
+
+
+def _pixels(loader: EvalLoader, dtype: str, most: int) -> Iterator[Tensor]:
+    """Batches of the first so many inputs: of images in windows there can be hundreds of one."""
+    return (_as_type(item.images, dtype) for item in islice(loader, most // _BATCH) if item.indices)
+
+
 def _spread(samples: list[Sample], most: int) -> list[Sample]:
     return [samples[position * len(samples) // most] for position in range(most)] if len(samples) > most else samples
 
@@ -295,15 +322,11 @@ def _pixel_type(trained: Trained, samples: list[Sample]) -> tuple[str, str]:
     return "uint8", f"all {len(samples)} images of val have 8 bits" if samples else "the contract takes bytes as they are"
 
 
-def _batches(
-    trained: Trained, samples: list[Sample], dtype: str, say: Callable[[str], None], most: int = _COMPARED
-) -> tuple[list[Tensor], str]:
+def _batches(trained: Trained, samples: list[Sample], dtype: str, say: Callable[[str], None]) -> tuple[list[Tensor], str]:
     """Pixels to compare on, the first batch of two or more: images of val spread over it, or random ones."""
     contract = trained.contract
-    loader = EvalLoader.by(contract, _spread(samples, most), batch=_BATCH, bad_images="skip")
-    # of images in windows the first will do: there can be hundreds of an image
-    found = [_as_type(item.images, dtype) for item in islice(loader, most // _BATCH) if item.indices]
-    loader.close()
+    with closing(EvalLoader.by(contract, _spread(samples, _COMPARED), batch=_BATCH, bad_images="skip")) as loader:
+        found = _held(_pixels(loader, dtype, _COMPARED), lambda pixels: pixels.nbytes)
     if not found:
         if samples:
             say(f"no image of val can be read ({loader.skipped[0][0]}  {loader.skipped[0][1]}); random pixels are compared instead")

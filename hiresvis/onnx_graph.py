@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -168,12 +168,12 @@ class Int8Comparison:
     num_changed: int
 
 
-def write_int8(path: Path, small: Path, batches: Sequence[Tensor], contract: Contract) -> Int8Comparison:
+def write_int8(path: Path, small: Path, batches: Iterable[Tensor], contract: Contract) -> Int8Comparison:
     """Writes a graph whose weights are 8-bit whole numbers and whose activations become such as they come (dynamic quantisation).
 
     Args:
         path: of a graph that `write_onnx` made; small: of the file to write.
-        batches: of what the graph takes, to compare on.
+        batches: of what the graph takes, to compare on, one or more; one is held at a time.
 
     Raises:
         HiresvisError: onnxruntime cannot quantise or run it, or its scores are no numbers.
@@ -185,19 +185,31 @@ def write_int8(path: Path, small: Path, batches: Sequence[Tensor], contract: Con
         with _quiet():
             quantize_dynamic(path, small, weight_type=QuantType.QUInt8)  # convolutions take twice as long by signed weights
         sessions = [onnxruntime.InferenceSession(str(one), providers=["CPUExecutionProvider"]) for one in (path, small)]
-        found = [[session.run(["scores"], {INPUT: pixels.numpy()})[0] for pixels in batches] for session in sessions]
     except (OSError, MemoryError):
         raise
     except Exception as error:  # the runtime raises anything for what it does not take
-        raise HiresvisError(
-            f"--int8: onnxruntime {onnxruntime.__version__} makes no graph of 8 bits that it can run: {_root(error)}"
-        ) from error
-    full, whole = (np.concatenate(parts) for parts in found)
-    away = np.abs(full - whole)
-    if not np.isfinite(away).all():
-        raise HiresvisError("--int8: the graph of 8 bits gives scores that are no numbers; export without it")
-    changed = (_said(full, contract) != _said(whole, contract)).any(axis=1)
-    return Int8Comparison(len(full), float(away.max()), float(away.mean()), int(changed.sum()))
+        raise _no_int8(error) from error
+    num_images, largest, total, num_scores, num_changed = 0, 0.0, 0.0, 0, 0
+    for pixels in batches:
+        try:
+            full, whole = (session.run(["scores"], {INPUT: pixels.numpy()})[0] for session in sessions)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise _no_int8(error) from error
+        away = np.abs(full - whole)
+        if not np.isfinite(away).all():
+            raise HiresvisError("--int8: the graph of 8 bits gives scores that are no numbers; export without it")
+        num_images, num_scores = num_images + len(full), num_scores + away.size
+        largest, total = max(largest, float(away.max())), total + float(away.sum(dtype=np.float64))
+        num_changed += int((_said(full, contract) != _said(whole, contract)).any(axis=1).sum())
+    return Int8Comparison(num_images, largest, total / num_scores, num_changed)
+
+
+def _no_int8(error: Exception) -> HiresvisError:
+    from onnxruntime import __version__ as version
+
+    return HiresvisError(f"--int8: onnxruntime {version} makes no graph of 8 bits that it can run: {_root(error)}")
 
 
 def _said(scores: np.ndarray, contract: Contract) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from hiresvis.backbone.build import build_backbone
 from hiresvis.data.contract import Contract, make_prepare
 from hiresvis.data.transforms import Scale
 from hiresvis.errors import HiresvisError, MissingExtra
-from hiresvis.onnx_graph import Comparison, Graph, need_onnx, write_onnx
+from hiresvis.onnx_graph import Comparison, Graph, need_onnx, write_int8, write_onnx
 
 CONTRACT = Contract(
     classes=("a", "b", "c"),
@@ -70,6 +71,30 @@ def test_a_graph_takes_any_batch_and_normalises_by_itself(graph, tmp_path, monke
     other = "float32" if dtype == "uint8" else "uint8"
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="Unexpected input data type"):
         session.run(None, {"pixels": pixels(1, other).numpy()})
+
+
+def test_8_bits_are_compared_batch_by_batch(graph, tmp_path, monkeypatch):
+    """Batches of any sizes are let go one after another, and the figures are those of all images together."""
+    monkeypatch.setattr(onnx_graph, "_EXPORTERS", {"torchscript": onnx_graph._by_torchscript})
+    write_onnx(graph, [pixels(2)], tmp_path / "model.onnx", {})
+    sizes, alive = [1, 3, 2, 4, 1, 5], []
+
+    def batches():
+        for size in sizes:
+            batch = pixels(size)
+            alive.append(weakref.ref(batch))
+            yield batch
+            assert sum(one() is not None for one in alive) <= 2
+
+    found = write_int8(tmp_path / "model.onnx", tmp_path / "small.onnx", batches(), CONTRACT)
+    full, small = (
+        np.concatenate([session.run(["scores"], {"pixels": pixels(size).numpy()})[0] for size in sizes])
+        for session in (onnxruntime.InferenceSession(str(tmp_path / name)) for name in ("model.onnx", "small.onnx"))
+    )
+    away = np.abs(full - small)
+    assert (found.num_images, found.num_changed) == (16, (full.argmax(1) != small.argmax(1)).sum())
+    assert (found.largest, found.mean) == (pytest.approx(away.max()), pytest.approx(away.mean(dtype=np.float64)))
+    assert found.largest > 0
 
 
 def test_nothing_of_the_machine_is_in_the_file(graph, tmp_path):
