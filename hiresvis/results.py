@@ -73,10 +73,12 @@ def class_result(found: Evaluation, contract: Contract) -> dict[str, Any]:
         return {"targets": {name: compute_metrics("regress", *column) for name, column in zip(names, columns, strict=True)}}
     if found.task == "classify":
         predicted = found.scores.argmax(dim=1)
-        pairs = torch.bincount(found.targets * len(names) + predicted, minlength=len(names) ** 2).reshape(len(names), -1)
-        labelled, chosen, right = pairs.sum(dim=1), pairs.sum(dim=0), pairs.diagonal()
-        cells = sorted(((int(pairs[i, j]), i, j) for i, j in pairs.nonzero().tolist()), key=lambda cell: (-cell[0], cell[1:]))
-        confusion = [{"label": names[i], "predicted": names[j], "images": count} for count, i, j in cells]
+        labelled, chosen, right = (
+            torch.bincount(numbers, minlength=len(names)) for numbers in (found.targets, predicted, predicted[predicted == found.targets])
+        )
+        codes, counts = torch.unique(found.targets * len(names) + predicted, return_counts=True)  # of thousands of classes few pairs occur
+        cells = sorted(zip(counts.tolist(), codes.tolist(), strict=True), key=lambda cell: (-cell[0], cell[1]))
+        confusion = [{"label": names[code // len(names)], "predicted": names[code % len(names)], "images": count} for count, code in cells]
         return {"classes": _class_table(names, labelled, chosen, right), "confusion": confusion, "absent": _absent(names, labelled)}
     flags = at_thresholds(found.scores, contract.thresholds or (THRESHOLD,) * len(names)).bool()
     wanted = found.targets.bool()

@@ -12,6 +12,7 @@ import torch
 from hiresvis.data.contract import Contract
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Scale
+from hiresvis.device import StorageCounter
 from hiresvis.results import class_result, split_result
 from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.losses import make_loss
@@ -119,6 +120,23 @@ def test_classes_are_counted_one_by_one():
     f1 = [row["f1"] for row in result["classes"].values() if row["f1"] is not None]
     assert sum(f1) / 2 == pytest.approx(found.metrics["macro_f1"])
     assert json.loads(json.dumps(result)) == result
+
+
+def test_thousands_of_classes_take_no_matrix():
+    """Memory follows what there is, images and classes, and not the square of the classes; pairs of equal number stand in the classes'
+    order."""
+    count = 2000
+    found = made("classify")
+    scores = torch.zeros(NUM_IMAGES, count)
+    scores[torch.arange(NUM_IMAGES), torch.arange(NUM_IMAGES) * 33] = 1
+    targets = (torch.arange(NUM_IMAGES) * 33 + torch.arange(NUM_IMAGES) % 2) % count
+    contract = replace(CONTRACT, classes=tuple(map(str, range(count))))
+    with StorageCounter() as counter:
+        result = class_result(replace(found, scores=scores, targets=targets), contract)
+    assert counter.peak_bytes < 100 * (count + NUM_IMAGES)
+    assert [(row["label"], row["predicted"]) for row in result["confusion"]] == [(str(33 * i + i % 2), str(33 * i)) for i in range(NUM_IMAGES)]
+    assert sum(row["recall"] == 1 for row in result["classes"].values()) == NUM_IMAGES // 2
+    assert len(result["absent"]) == count - NUM_IMAGES
 
 
 def test_labels_and_targets_are_counted_one_by_one():

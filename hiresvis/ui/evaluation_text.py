@@ -59,14 +59,8 @@ def _cell(value: Any) -> str:
 
 def _confusion(split: str, classes: Sequence[str], pairs: Sequence[Mapping[str, Any]], columns: int, glyphs: Glyphs) -> Iterator[str]:
     """A matrix, label by row and prediction by column; or the most frequent mistakes."""
-    names = [shorten(glyphs.clean(name), _NAME, glyphs.ellipsis) for name in classes]
-    place = {name: index for index, name in enumerate(classes)}
-    counts = [[0] * len(classes) for _ in classes]
-    for pair in pairs:
-        counts[place[pair["label"]]][place[pair["predicted"]]] = pair["images"]
-    corner = "label, predicted as"
-    lines = list(_aligned([[corner, *names], *([name, *map(str, row)] for name, row in zip(names, counts, strict=True))]))
-    if len(classes) <= MOST_MATRIX and max(map(cell_width, lines)) <= columns:
+    lines = list(_matrix(classes, pairs, glyphs)) if len(classes) <= MOST_MATRIX else []
+    if lines and max(map(cell_width, lines)) <= columns:
         yield f"{split}, images of each label by what they are predicted as"
         yield from lines
         return
@@ -74,6 +68,15 @@ def _confusion(split: str, classes: Sequence[str], pairs: Sequence[Mapping[str, 
     yield f"{split}, most frequent mistakes" + (f" ({MOST_PAIRS} of {len(wrong)} kinds)" if len(wrong) > MOST_PAIRS else "")
     rows = [["label", "predicted as", "images"], *([pair["label"], pair["predicted"], str(pair["images"])] for pair in wrong[:MOST_PAIRS])]
     yield from _aligned([[*(shorten(glyphs.clean(cell), _NAME, glyphs.ellipsis) for cell in row)] for row in rows], words=2)
+
+
+def _matrix(classes: Sequence[str], pairs: Sequence[Mapping[str, Any]], glyphs: Glyphs) -> Iterator[str]:
+    names = [shorten(glyphs.clean(name), _NAME, glyphs.ellipsis) for name in classes]
+    place = {name: index for index, name in enumerate(classes)}
+    counts = [[0] * len(classes) for _ in classes]
+    for pair in pairs:
+        counts[place[pair["label"]]][place[pair["predicted"]]] = pair["images"]
+    return _aligned([["label, predicted as", *names], *([name, *map(str, row)] for name, row in zip(names, counts, strict=True))])
 
 
 def _aligned(rows: Sequence[Sequence[str]], words: int = 1) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hiresvis.ui.evaluation_text import MOST_ROWS, evaluation_lines
 from hiresvis.ui.text import ASCII, UNICODE
 
@@ -67,6 +69,20 @@ def test_of_many_classes_the_worst_are_shown():
     assert lines[4].startswith("c000 ")
     assert sum(line.startswith("c0") for line in lines[: MOST_ROWS + 3]) == MOST_ROWS - 1
     assert "test, most frequent mistakes (10 of 29 kinds)" in lines
+
+
+def test_a_matrix_that_is_not_shown_is_not_made():
+    """What thousands of classes cost grows with their number, and not with its square."""
+    peaks = []
+    for count in (500, 2000):
+        classes = {f"c{place}": dict.fromkeys(("images", "predicted", "precision", "recall", "f1"), 1) for place in range(count)}
+        pairs = [{"label": "c1", "predicted": "c0", "images": 3}]
+        tracemalloc.start()
+        lines = list(evaluation_lines({"test": {"classes": classes, "confusion": pairs}}, 80, UNICODE))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert lines[-1].split() == ["c1", "c0", "3"]
+    assert peaks[1] < 6 * peaks[0]
 
 
 def test_targets_and_masks_have_tables_of_their_own():
