@@ -19,13 +19,13 @@ from hiresvis.data.regions import Size
 from hiresvis.data.sources import Sample
 from hiresvis.device import capacity, in_use, pick_device
 from hiresvis.drift import Watch
-from hiresvis.errors import DataError, RecipeError
+from hiresvis.errors import DataError, RecipeError, RunFolderError
 from hiresvis.evidence import Look, new_heat_folder, with_heat
 from hiresvis.predicted_masks import MaskWriter, open_folder
 from hiresvis.predictions import mask_row, predicted_row, table_columns
 from hiresvis.run import RunDirectory
 from hiresvis.train.batches import fetch
-from hiresvis.train.features import Forward
+from hiresvis.train.features import Forward, num_features
 from hiresvis.train.joining import WindowJoin
 from hiresvis.train.mapping import MapJoin
 from hiresvis.train.step import TrainStep
@@ -95,7 +95,7 @@ def predict(
     """
     trained = open_run(run)
     folder = RunDirectory.open(run)
-    statistics = TrainingStatistics.read(folder)
+    statistics = _statistics(trained, folder, say)
     watch = None if statistics is None else Watch(statistics, trained.contract)
     trained = replace(trained, contract=_tiled(trained.contract, statistics, tile=tile, overlap=overlap))
     contract = trained.contract
@@ -144,6 +144,15 @@ def _passed_over(inputs: Inputs) -> Iterator[str]:
         yield f"files passed over by extension: {counts}; name them one by one to have them read all the same"
     if inputs.num_again:
         yield f"{inputs.num_again} paths were given more than once; each file has one row"
+
+
+def _statistics(trained: Trained, folder: RunDirectory, say: Callable[[str], None]) -> TrainingStatistics | None:
+    """What the run keeps of its training images; without it, whether it has none or they cannot be used, drift alone is missing."""
+    try:
+        return TrainingStatistics.read(folder, trained.contract, num_features(trained.backbone.model))
+    except RunFolderError as error:
+        say(f"{error}. Until then predictions have no drift")
+        return None
 
 
 def _tiled(contract: Contract, statistics: TrainingStatistics | None, *, tile: bool, overlap: float | None) -> Contract:

@@ -31,7 +31,7 @@ from hiresvis.data.contract import Contract, examine
 from hiresvis.data.decode import open_image
 from hiresvis.data.regions import Size
 from hiresvis.data.sources import Sample
-from hiresvis.errors import RunFolderError
+from hiresvis.errors import DataError, RunFolderError
 from hiresvis.run import RunDirectory
 from hiresvis.train.joining import WindowJoin
 
@@ -39,6 +39,7 @@ STATISTICS = "statistics.json"
 VERSION = 1
 EXCEEDED_BY = 0.01  # the share of images like those of training that lie beyond a limit
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+SIZES = ("height", "width", "shrink")
 READINGS = ("brightness", "contrast", "detail")
 _LINES = 256  # rows and columns of an image that are looked at
 _DARK = 1 / 255  # below it contrast and detail are rounding
@@ -179,11 +180,15 @@ class TrainingStatistics:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> TrainingStatistics:
+    def from_json(cls, values: Mapping[str, Any], contract: Contract, num_features: int | None) -> TrainingStatistics:
         """What `to_json` wrote.
 
+        Args:
+            contract: of the run.
+            num_features: of its model, see `features.num_features`.
+
         Raises:
-            ValueError: another version, or numbers that do not belong together.
+            ValueError: another version, numbers that do not belong together, or not to this run; says all of it.
         """
         if values.get("version") != VERSION:
             raise ValueError(f"version {values.get('version')}, and this release reads {VERSION}")
@@ -193,7 +198,7 @@ class TrainingStatistics:
         found = cls(
             images=int(values["images"]),
             held_out=int(values["held_out"]),
-            sizes=values["sizes"],
+            sizes={name: list(map(float, values["sizes"][name])) for name in SIZES},
             channels=values["channels"],
             pixel_mean=pixels["mean"],
             pixel_covariance=pixels["covariance"],
@@ -202,27 +207,50 @@ class TrainingStatistics:
             limits={kind: values["limits"][kind] for kind in Distances._fields},
             compared={kind: list(map(float, values["compared"][kind])) for kind in ("features", *READINGS)},
         )
-        if found.feature_mean.shape != found.feature_variance.shape or not np.isfinite(found.drift(found.distances(_middle(found)))):
-            raise ValueError("numbers that do not belong together")
+        if faults := [*found._faults(contract, num_features)]:
+            raise ValueError("; ".join(faults))
         return found
 
+    def _faults(self, contract: Contract, num_features: int | None) -> Iterator[str]:
+        """Why images cannot be held against it."""
+        readings, width = 2 * contract.channels + 1, self.feature_mean.size
+        if self.pixel_mean.shape != (readings,) or self.pixel_covariance.shape != (readings, readings):
+            shapes = f"{self.pixel_mean.shape} and {self.pixel_covariance.shape}"
+            yield f"pixels of {shapes} numbers, and images of {contract.channels} channels have {readings}"
+        elif not (np.isfinite(self.pixel_mean).all() and _is_covariance(self.pixel_covariance)):
+            yield "pixels whose mean and covariance are none"
+        if self.feature_mean.shape != (width,) or self.feature_variance.shape != (width,):
+            yield f"means of {self.feature_mean.shape} features, and variances of {self.feature_variance.shape}"
+        elif width and num_features is not None and width != num_features:
+            yield f"{width} features, and this run's classifier is given {num_features}"
+        elif not (np.isfinite(self.feature_mean).all() and np.isfinite(self.feature_variance).all() and (self.feature_variance > 0).all()):
+            yield "features whose variances are not all above 0, or not finite"
+        for kind, limit in self.limits.items():
+            if limit is not None and not 0 < limit < np.inf:
+                yield f"a limit of {limit:g} for {kind}, and it is above 0"
+        for name, quantiles in self.sizes.items():
+            if quantiles and not (len(quantiles) == len(QUANTILES) and np.isfinite(quantiles).all() and min(quantiles) > 0):
+                yield f"{len(quantiles)} quantiles of {name}, and they are {len(QUANTILES)} numbers above 0"
+        yield from (f"{kind} to compare with that are not finite" for kind, kept in self.compared.items() if not np.isfinite(kept).all())
+
     @classmethod
-    def read(cls, run: RunDirectory) -> TrainingStatistics | None:
+    def read(cls, run: RunDirectory, contract: Contract, num_features: int | None) -> TrainingStatistics | None:
         """A run's own; None where it has none, as one of an earlier release.
 
+        Args:
+            contract, num_features: see `from_json`.
+
         Raises:
-            RunFolderError: the file is damaged, or of another version.
+            RunFolderError: the file is damaged, of another version, or of another run.
         """
         if not run.path(STATISTICS).exists():
             return None
         stored = run.read_json(STATISTICS)
         try:
-            return cls.from_json(stored)
+            return cls.from_json(stored, contract, num_features)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = "no statistics as a run writes them" if not isinstance(error, ValueError) else str(error)
-            raise RunFolderError(
-                f"{run.path(STATISTICS)} cannot be used: {why}; put it back as the run wrote it, or remove it to predict without drift"
-            ) from error
+            raise RunFolderError(f"{run.path(STATISTICS)} cannot be used: {why}; put it back as the run wrote it") from error
 
 
 def summarise(train: Sequence[Described], held_out: Sequence[Described], sizes: Sequence[Size], contract: Contract) -> TrainingStatistics:
@@ -232,23 +260,30 @@ def summarise(train: Sequence[Described], held_out: Sequence[Described], sizes: 
         train: images of train, two or more.
         held_out: images of validation, described by the same weights; possibly none.
         sizes: (height, width) of train's images.
+
+    Raises:
+        DataError: fewer than two images of train have pixels that are numbers.
     """
+    num_images = len(train)
+    train, held_out = ([image for image in images if np.isfinite(image.pixels).all()] for images in (train, held_out))
+    if len(train) < 2:
+        raise DataError(f"{len(train)} of {num_images} images of train have pixels that are numbers, and two are needed")
     pixels, features = (np.stack([getattr(image, name) for image in train]) for name in ("pixels", "features"))
+    features = features[np.isfinite(features).all(axis=1)]  # half precision may overflow in one image
     covariance = np.atleast_2d(np.cov(pixels.T))
     diagonal = np.diag(np.diag(covariance))
     covariance = (1 - _PIXEL_SHARE) * covariance + _PIXEL_SHARE * diagonal + _LEAST_VARIANCE * np.eye(len(covariance))
+    if len(features) < 2 or not features.size or not features.var(axis=0, ddof=1).mean() > _ALIKE * np.mean(features**2):
+        features = np.empty((2, 0))
     variance = features.var(axis=0, ddof=1)
-    if not (variance.size and np.isfinite(features).all() and variance.mean() > _ALIKE * np.mean(features**2)):
-        features, variance = features[:, :0], variance[:0]
-    else:
-        variance = (1 - _FEATURE_SHARE) * variance + _FEATURE_SHARE * variance.mean()
+    variance = (1 - _FEATURE_SHARE) * variance + _FEATURE_SHARE * variance.sum() / max(1, variance.size)
     preprocess, contrast = contract.preprocess(), np.exp(pixels[:, contract.channels : -1]) - _DARK
     shrinks = [shrink(preprocess, *size) for size in sizes]
     heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
     found = TrainingStatistics(
         images=len(train),
         held_out=len(held_out),
-        sizes={name: _quantiles(values) for name, values in (("height", heights), ("width", widths), ("shrink", shrinks))},
+        sizes={name: _quantiles(values) for name, values in zip(SIZES, (heights, widths, shrinks), strict=True)},
         channels=[
             {"brightness": _summary(pixels[:, channel]), "contrast": _summary(contrast[:, channel])} for channel in range(contract.channels)
         ],
@@ -261,7 +296,7 @@ def summarise(train: Sequence[Described], held_out: Sequence[Described], sizes: 
     )
     everyone = [*train, *held_out]  # pixels of images that were trained on are as good as any
     of_pixels = [found.distances(image).pixels for image in everyone]
-    of_features = [found.distances(image).features for image in held_out] if variance.size else []
+    of_features = [found.distances(image).features for image in held_out if np.isfinite(image.features).all()] if variance.size else []
     readings = [image.readings for image in everyone]
     return replace(
         found,
@@ -284,8 +319,13 @@ def usual_limit(distances: Sequence[float]) -> float | None:
     return max(bound, float(np.quantile(distances, 1 - EXCEEDED_BY))) if count * EXCEEDED_BY >= 1 else bound
 
 
-def _middle(found: TrainingStatistics) -> Described:
-    return Described(found.pixel_mean, found.feature_mean)
+def _is_covariance(matrix: np.ndarray) -> bool:
+    """Finite and positive definite, by its lower half."""
+    try:
+        np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:
+        return False
+    return bool(np.isfinite(matrix).all())
 
 
 def _thinned(values: Sequence[float]) -> list[float]:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hiresvis.data.contract import Contract
 from hiresvis.data.transforms import Scale
 from hiresvis.drift import Watch
-from hiresvis.errors import RunFolderError
+from hiresvis.errors import DataError, RunFolderError
 from hiresvis.run import RunDirectory
 from hiresvis.training_statistics import STATISTICS, Described, Describer, TrainingStatistics, describe_pixels, summarise, usual_limit
 
@@ -45,6 +47,11 @@ def drawn(count: int, seed: int, *, shift: float = 0.0, dark: float = 0.0, featu
         [bright + rng.normal(0, 0.02, (count, 3)), rng.normal(-1.5, 0.2, (count, 3)), rng.normal(-3, 0.2, (count, 1))], 1
     )
     return [Described(*pair) for pair in zip(pixels, values, strict=True)]
+
+
+def again(kept: TrainingStatistics) -> TrainingStatistics:
+    """Written and read; JSON that has no words for what is no number."""
+    return TrainingStatistics.from_json(json.loads(json.dumps(kept.to_json(), allow_nan=False)), CONTRACT, NUM_FEATURES)
 
 
 def watched(kept: TrainingStatistics, images: list[Described]) -> tuple[Watch, list[float]]:
@@ -135,16 +142,16 @@ def test_images_that_are_all_alike_and_a_model_without_features_are_judged_by_pi
         assert len(kept.feature_mean) == 0
         assert watched(kept, [replace(one, features=features)])[1] == [pytest.approx(0, abs=1)]
         assert watched(kept, [replace(one, features=features, pixels=one.pixels - 0.5)])[1][0] > 1
-        assert TrainingStatistics.from_json(json.loads(json.dumps(kept.to_json()))).limits == kept.limits
+        assert again(kept).limits == kept.limits
 
 
 def test_statistics_come_back_from_their_file(tmp_path: Path):
     """The same drift within what is rounded away; and the file says in words' stead what people ask of a data set."""
     kept = summarise(drawn(700, 0), drawn(90, 1), SIZES, CONTRACT)
     run = RunDirectory(tmp_path)
-    assert TrainingStatistics.read(run) is None
+    assert TrainingStatistics.read(run, CONTRACT, NUM_FEATURES) is None
     run.write_json(STATISTICS, kept.to_json())
-    read = TrainingStatistics.read(run)
+    read = TrainingStatistics.read(run, CONTRACT, NUM_FEATURES)
     assert read is not None
     images = drawn(30, 2)
     assert watched(read, images)[1] == pytest.approx(watched(kept, images)[1], rel=1e-4)
@@ -154,21 +161,63 @@ def test_statistics_come_back_from_their_file(tmp_path: Path):
     assert {len(values) for values in stored["compared"].values()} == {90, 500}
 
 
+WHOLE = summarise(drawn(20, 0), drawn(9, 1), SIZES, CONTRACT).to_json()
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         ({"version": 2}, "version 2, and this release reads 1"),
-        ({"features": {"mean": [1.0], "variance": []}}, "numbers that do not belong together"),
+        ({"features": {"mean": [1.0], "variance": []}}, r"means of \(1,\) features, and variances of \(0,\)"),
+        ({"features": {"mean": [1.0] * 5, "variance": [1.0] * 5}}, "5 features, and this run's classifier is given 40"),
+        ({"features": {"mean": [1.0] * 40, "variance": [1.0] * 39 + [0.0]}}, "features whose variances are not all above 0"),
+        ({"features": {"mean": [1.0] * 40, "variance": [1.0] * 39 + [None]}}, "features whose variances are not all above 0"),
         ({"limits": {}}, "no statistics as a run writes them"),
-        ({"pixels": {"mean": [0.5], "covariance": [[0.0]]}}, "ingular matrix|belong together"),
+        ({"limits": {"pixels": 0.0, "features": 1.0}}, "a limit of 0 for pixels, and it is above 0"),
+        ({"limits": {"pixels": 1.0, "features": -2.5}}, "a limit of -2.5 for features"),
+        ({"limits": {"pixels": "1", "features": 1.0}}, "no statistics as a run writes them"),
+        ({"sizes": None}, "no statistics as a run writes them"),
+        ({"sizes": {**WHOLE["sizes"], "shrink": None}}, "no statistics as a run writes them"),
+        ({"sizes": {**WHOLE["sizes"], "shrink": [1.0]}}, "1 quantiles of shrink, and they are 5 numbers above 0"),
+        ({"sizes": {**WHOLE["sizes"], "height": [0.0] * 5}}, "5 quantiles of height, and they are 5 numbers above 0"),
+        ({"pixels": {"mean": [0.5], "covariance": [[1.0]]}}, r"pixels of \(1,\) and \(1, 1\) numbers, and images of 3 channels have 7"),
+        ({"pixels": {"mean": [0.5] * 7, "covariance": [[0.0] * 7] * 7}}, "pixels whose mean and covariance are none"),
+        ({"pixels": {"mean": [0.5] * 6 + [None], "covariance": np.eye(7).tolist()}}, "pixels whose mean and covariance are none"),
+        ({"compared": {**WHOLE["compared"], "detail": [1.0, float("nan")]}}, "detail to compare with that are not finite"),
+        (
+            {"limits": {"pixels": 0, "features": 0}, "sizes": {**WHOLE["sizes"], "width": [1.0]}},
+            "for pixels, .*for features, .* 1 quantiles of width",
+        ),
     ],
 )
-def test_a_damaged_file_is_refused_with_the_way_on(tmp_path: Path, damage, said):
-    """Nobody is told a drift that is none."""
+def test_a_file_that_is_not_this_runs_is_refused_when_it_is_read(tmp_path: Path, damage, said):
+    """Nobody is told a drift that is none, and nothing fails with the first image; all that is wrong is said at once."""
     run = RunDirectory(tmp_path)
-    run.write_json(STATISTICS, {**summarise(drawn(20, 0), drawn(9, 1), SIZES, CONTRACT).to_json(), **damage})
-    with pytest.raises(RunFolderError, match=f"({said}).*remove it to predict without drift"):
-        TrainingStatistics.read(run)
+    (tmp_path / STATISTICS).write_text(json.dumps({**WHOLE, **damage}))
+    with pytest.raises(RunFolderError, match=f"cannot be used: .*{said}.*; put it back as the run wrote it"):
+        TrainingStatistics.read(run, CONTRACT, NUM_FEATURES)
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 5)), st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_what_is_no_number_is_left_out_of_a_runs_own_file(pixels, features, held_out, value):
+    """Half precision may overflow in any images: the file can be read again, and has limits of the others."""
+
+    def spoilt(images, pixels, features):
+        return [
+            Described(image.pixels + (value if place in pixels else 0.0), image.features + (value if place in features else 0.0))
+            for place, image in enumerate(images)
+        ]
+
+    train, others = spoilt(drawn(12, 0), pixels, features), spoilt(drawn(6, 1), {3}, held_out)
+    if len(pixels) > 10:
+        with pytest.raises(DataError, match=r"of 12 images of train have pixels that are numbers"):
+            summarise(train, others, SIZES, CONTRACT)
+        return
+    kept = again(summarise(train, others, SIZES, CONTRACT))
+    assert (kept.images, kept.held_out) == (12 - len(pixels), 5)
+    assert len(kept.feature_mean) == (NUM_FEATURES if 12 - len(pixels | features) >= 2 else 0)
+    assert kept.limits["pixels"] is not None
+    assert (kept.limits["features"] is not None) == (len(kept.feature_mean) > 0 and 6 - len(held_out | {3}) >= 2)
 
 
 def test_a_limit_is_that_of_normal_logarithms():

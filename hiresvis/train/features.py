@@ -110,6 +110,15 @@ def classifier_of(model: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def num_features(model: Any) -> int | None:
+    """How many `Forward` gives: the inputs of the classifier's first layer. None: no layer tells it."""
+    classifier = classifier_of(model)
+    if classifier is None:
+        return 0
+    layers = (getattr(layer, "in_features", getattr(layer, "in_channels", None)) for layer in classifier.modules())
+    return next((width for width in layers if isinstance(width, int)), None)
+
+
 @torch.no_grad()
 def pooled(given: Any) -> Tensor:
     """(b, d) of what a classifier is given: the mean over places, or of several maps that of the coarsest, which comes first."""

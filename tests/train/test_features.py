@@ -7,8 +7,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from hiresvis.backbone.build import build_backbone
+from hiresvis.backbone.segmenter import build_segmenter
 from hiresvis.errors import DoesNotFit
-from hiresvis.train.features import Forward, pooled
+from hiresvis.train.features import Forward, num_features, pooled
 
 MODELS = {"test_resnet": 64, "test_vit": 160, "test_efficientnet": 64}
 
@@ -83,6 +85,18 @@ def test_one_image_too_many_is_refused_with_the_memory_there_is():
         forward(torch.rand(2, 3, 64, 64))
     with Forward(Step(model), most=2) as forward, pytest.raises(RuntimeError, match="size"):
         forward(torch.rand(2, 5, 64, 64))
+
+
+@pytest.mark.parametrize("segment", [False, True])
+@pytest.mark.parametrize("name", [*MODELS, "test_convnext"])
+def test_the_number_of_features_is_known_before_any_image(name, segment):
+    """As many as a forward gives, whether one layer makes outputs of them or a decoder of several maps."""
+    size, images = (MODELS.get(name, 96),) * 2, torch.rand(1, 3, *(MODELS.get(name, 96),) * 2)
+    build = build_segmenter if segment else build_backbone
+    model = build(name, num_classes=3, image_size=size, pretrained=False).model
+    with Forward(Step(model), most=2) as forward:
+        assert forward(images)[1].shape[1] == num_features(model) > 0
+    assert num_features(nn.Flatten()) == 0
 
 
 def test_a_model_without_a_classifier_has_outputs_alone():
