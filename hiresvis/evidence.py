@@ -25,11 +25,12 @@ from hiresvis.data.decode import open_image
 from hiresvis.data.regions import Region, Size
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import resize
-from hiresvis.device import AUTOCAST_DTYPES
-from hiresvis.errors import DataError, RecipeError
+from hiresvis.device import AUTOCAST_DTYPES, is_out_of_memory, release
+from hiresvis.errors import DataError, RecipeError, first_line
 from hiresvis.predicted_masks import open_folder, png_path, write_png
 from hiresvis.run import RunDirectory
 from hiresvis.train.evaluate import eval_mode
+from hiresvis.train.features import no_room_for_one
 from hiresvis.ui.run_files import EVIDENCE, Prediction, read_run, worst
 
 SECONDS = 120.0  # for the worst errors of a run, all together
@@ -63,8 +64,13 @@ class Look:
     precision: str
     device: torch.device
 
-    def at(self, sample: Sample, asked: Sequence[Asked], *, most_windows: int | None = None) -> Seen:
-        """The image, and where the evidence for each question lies.
+    def at(
+        self, sample: Sample, asked: Sequence[Asked], *, most_windows: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> Seen | None:
+        """The image, and where the evidence for each question lies; None where it was stopped.
+
+        Args:
+            stop: asked before each window.
 
         Raises:
             ValueError: the model has none, or the image has more windows than `most_windows`.
@@ -85,6 +91,8 @@ class Look:
             else:
                 joined = _Joined(size, len(asked))
                 for number in range(count):
+                    if stop():
+                        return None
                     place = preprocess.place(*size, number)
                     array = load_window(image, preprocess, number, sample.path)
                     joined.add(place.part, *self._seen(array, place.content, asked))
@@ -165,7 +173,7 @@ def write_worst(run: RunDirectory, look: Look, samples: Mapping[str, Sequence[Sa
 
     Args:
         samples: by split, as the run's predictions.csv has them.
-        stop: asked before each image; True ends it with those that are done.
+        stop: asked before each image and each of its windows; True ends it with those that are done.
 
     Returns:
         What was left out and why, in a line; empty: nothing was.
@@ -177,27 +185,44 @@ def write_worst(run: RunDirectory, look: Look, samples: Mapping[str, Sequence[Sa
     shutil.rmtree(folder, ignore_errors=True)
     rows = worst(read_run(run.root).predictions)
     by_title = {split: {sample.title: sample for sample in own} for split, own in samples.items()}
-    index, left_out = [], list[str]()
-    for number, row in enumerate(rows, start=1):
-        sample, asked = by_title.get(row.split, {}).get(row.path), _asked_of(look.contract, row)
-        if stop() or time.monotonic() - begun > SECONDS:
-            left_out.append(f"{len(rows) - number + 1} of {len(rows)} images, for want of time")
-            break
-        if sample is None or not asked:
-            continue
-        try:
-            seen = look.at(sample, [_question(look.contract, position) for _, position in asked], most_windows=MOST_WINDOWS)
-        except DataError as error:
-            left_out.append(f"{row.path}: {error.reason}")
-            continue
-        except ValueError as error:
-            left_out.append(str(error))
-            continue
-        named = [(role, look.contract.classes[position]) for role, position in asked]
-        pictures = [{"file": name, **said} for name, said in _write_pictures(run, f"{folder.name}/{number:02d}", seen, named)]
-        index.append({"split": row.split, "path": row.path, "pictures": pictures})
-    run.write_json(EVIDENCE, {"version": 1, "samples": index})
+    index, left_out = list[dict[str, Any]](), list[str]()
+
+    def is_over() -> bool:
+        return stop() or time.monotonic() - begun > SECONDS
+
+    try:
+        for number, row in enumerate(rows, start=1):
+            sample, asked = by_title.get(row.split, {}).get(row.path), _asked_of(look.contract, row)
+            if sample is None or not asked:
+                continue
+            seen, reason = (None, "") if is_over() else _seen_or_why(look, sample, asked, is_over)
+            if reason:
+                left_out.append(reason)
+                continue
+            if seen is None:
+                left_out.append(f"{len(rows) - number + 1} of {len(rows)} images, for want of time")
+                break
+            named = [(role, look.contract.classes[position]) for role, position in asked]
+            pictures = [{"file": name, **said} for name, said in _write_pictures(run, f"{folder.name}/{number:02d}", seen, named)]
+            index.append({"split": row.split, "path": row.path, "pictures": pictures})
+    finally:  # whatever ended it, pictures that are there are shown
+        run.write_json(EVIDENCE, {"version": 1, "samples": index})
     return "; ".join(dict.fromkeys(left_out))
+
+
+def _seen_or_why(look: Look, sample: Sample, asked: Sequence[tuple[str, int]], stop: Callable[[], bool]) -> tuple[Seen | None, str]:
+    """The image seen, or why it cannot be; None and nothing where it was stopped. What one image does must not cost the others."""
+    questions = [_question(look.contract, position) for _, position in asked]
+    try:
+        return look.at(sample, questions, most_windows=MOST_WINDOWS, stop=stop), ""
+    except DataError as error:
+        return None, f"{sample.title}: {error.reason}"
+    except ValueError as error:
+        return None, str(error)
+    except (RuntimeError, MemoryError) as error:
+        why = f"memory ran out ({first_line(error)})" if is_out_of_memory(error) else first_line(error)
+    release()  # out here, where the error with its traceback is gone
+    return None, f"{sample.title}: {why}"
 
 
 def _write_pictures(run: RunDirectory, stem: str, seen: Seen, asked: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -250,6 +275,7 @@ def with_heat(rows: Iterator[dict[str, Any]], samples: Sequence[Sample], look: L
 
     Raises:
         RecipeError: the model has no such map.
+        DoesNotFit: memory ran out.
         EnvironmentFailed: a file cannot be written.
     """
     names, taken = look.contract.classes, set[str]()
@@ -259,10 +285,23 @@ def with_heat(rows: Iterator[dict[str, Any]], samples: Sequence[Sample], look: L
             yield {**row, "heat": None}
             continue
         best = max(range(len(names)), key=lambda position: said[names[position]])
-        try:
-            seen = look.at(sample, [_question(look.contract, best)])
-        except ValueError as error:
-            raise RecipeError(f"--heat {folder}: this run's model gives no map of evidence: {error}") from error
+        seen = _seen_for_heat(look, sample, best, folder)
         path = png_path(folder, sample, taken)
         write_png(Image.fromarray(overlay(seen.pixels, seen.maps[0])), path, "--heat")
         yield {**row, "heat": str(path)}
+
+
+def _seen_for_heat(look: Look, sample: Sample, position: int, folder: Path) -> Seen:
+    try:
+        seen = look.at(sample, [_question(look.contract, position)])
+    except ValueError as error:
+        raise RecipeError(f"--heat {folder}: this run's model gives no map of evidence: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error, look.device):
+            raise
+        what = first_line(error)
+    else:
+        assert seen is not None, "nobody stops it"
+        return seen
+    release()
+    raise no_room_for_one(look.device, f"--heat {folder}, {sample.title}: {what}")

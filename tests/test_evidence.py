@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hiresvis.backbone.attribution import output
-from hiresvis.data.contract import Contract
+from hiresvis.data.contract import Contract, load_window
 from hiresvis.data.sources import Sample
 from hiresvis.data.transforms import Scale
-from hiresvis.errors import RecipeError
-from hiresvis.evidence import DETAIL_PX, Look, _asked_of, new_heat_folder, overlay, with_heat, write_worst
+from hiresvis.errors import DoesNotFit, RecipeError
+from hiresvis.evidence import DETAIL_PX, Look, Seen, _asked_of, new_heat_folder, overlay, with_heat, write_worst
 from hiresvis.run import RunDirectory
 from hiresvis.ui.run_files import Prediction, read_run
 
@@ -169,6 +170,75 @@ def test_a_stop_or_lost_time_leaves_what_is_done(tmp_path: Path, monkeypatch: py
     assert len(read_run(run.root).pictures) == 1
     monkeypatch.setattr("hiresvis.evidence.SECONDS", -1.0)
     assert write_worst(run, look(), {"val": samples}) == "3 of 3 images, for want of time"
+
+
+def failing(first: BaseException) -> Callable[..., Seen | None]:
+    """`Look.at`, which fails for the image a.png or 0.png."""
+    real = Look.at
+
+    def at(self: Look, sample: Sample, *rest: Any, **more: Any) -> Seen | None:
+        if sample.name in ("a.png", "0.png"):
+            raise first
+        return real(self, sample, *rest, **more)
+
+    return at
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("no kernel"), ValueError("odd")])
+def test_one_image_that_fails_costs_no_other_its_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Memory that runs out for the first, or an operator that does not take it: the others are there, and the line says which is not."""
+    samples = [spotted(tmp_path / f"{n}.png", (64, 64), (20, 20)) for n in range(3)]
+    run = make_run(tmp_path / "run", [(sample.title, "dark", "bright", 3.0 - n) for n, sample in enumerate(samples)])
+    monkeypatch.setattr(Look, "at", failing(error))
+    left_out = write_worst(run, look(), {"val": samples})
+    assert ("memory ran out" in left_out) == (not isinstance(error, ValueError) and "kernel" not in str(error))
+    assert left_out
+    assert [path for _, path in read_run(run.root).pictures] == [sample.title for sample in samples[1:]]
+
+
+def test_a_stop_is_heeded_between_windows_and_what_is_done_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of many windows does not hold up the end of a run; an interrupt in the middle loses no picture."""
+    samples = [spotted(tmp_path / f"{n}.png", (64, 64) if n == 0 else (400, 400), (20, 20)) for n in range(2)]
+    run = make_run(tmp_path / "run", [(sample.title, "dark", "bright", 3.0 - n) for n, sample in enumerate(samples)])
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 4
+
+    assert write_worst(run, look(fit="tile"), {"val": samples}, stop=stop) == "1 of 2 images, for want of time"
+    assert len(asked) == 5
+    assert [path for _, path in read_run(run.root).pictures] == [samples[0].title]
+    monkeypatch.setattr("hiresvis.evidence.load_window", interrupted_at(2))
+    with pytest.raises(KeyboardInterrupt):
+        write_worst(run, look(fit="tile"), {"val": samples})
+    assert [path for _, path in read_run(run.root).pictures] == [samples[0].title]
+
+
+def interrupted_at(count: int) -> Callable[..., np.ndarray]:
+    """`load_window`, which Ctrl-C falls into."""
+    left = iter(range(count))
+
+    def load(*arguments: Any) -> np.ndarray:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return load_window(*arguments)
+
+    return load
+
+
+def test_heat_that_has_no_room_is_refused_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 4 with the system's words; what is no lack of memory stays a fault."""
+    sample = spotted(tmp_path / "a.png", (64, 64), (20, 20))
+    for error, expected in ((torch.OutOfMemoryError("CUDA out of memory"), DoesNotFit), (RuntimeError("no kernel"), RuntimeError)):
+        monkeypatch.setattr(Look, "at", failing(error))
+        rows = iter([{"scores": {"bright": 0.9, "dark": 0.1}, "error": None}])
+        with pytest.raises(expected, match=str(error)):
+            list(with_heat(rows, [sample], look(), tmp_path / "heat"))
+        monkeypatch.undo()
+    assert DoesNotFit.exit_code == 4
 
 
 def test_an_index_that_names_a_file_elsewhere_gets_none(tmp_path: Path) -> None:
