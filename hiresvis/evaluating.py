@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hiresvis.data.sources import Sample, load_dataset
-from hiresvis.device import is_out_of_memory, release
-from hiresvis.errors import first_line
+from hiresvis.device import release
 from hiresvis.own_data import own_datasets
 from hiresvis.results import class_result, split_result
+from hiresvis.run.events import Event, Notice
 from hiresvis.supply import open_cache
-from hiresvis.train.evaluate import Evaluation, evaluation_steps
+from hiresvis.train.evaluate import Evaluation
 from hiresvis.train.features import no_room_for_one
+from hiresvis.train.relief import evaluation_in_room
 from hiresvis.train.step import TrainStep
 from hiresvis.trained import Trained, allowed_root, make_loader, make_step, open_run
 
@@ -88,23 +92,36 @@ def _evaluation(
     """A split by the run's own batch; where memory runs out, once more with half of it."""
     loader = make_loader(trained, samples, bad_images="error", cache=open_cache(trained.loaded))
     name_of = [sample.title for sample in samples].__getitem__
+    steps = evaluation_in_room(step, loader, _HalfBatch(step.device), name_of=name_of, flips=flips)
     while True:
         try:
-            steps = evaluation_steps(step, loader, name_of=name_of, flips=flips)
-            while True:
-                try:
-                    progress(*next(steps))
-                except StopIteration as done:
-                    return done.value  # type: ignore[no-any-return]
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error, step.device):
-                raise
-            what = first_line(error)
-        release()  # out here, where the error with its traceback is gone
+            found = next(steps)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        if isinstance(found, Notice):
+            say(found.text)
+        elif isinstance(found, tuple):
+            progress(*found)
+
+
+@dataclass(frozen=True, slots=True)
+class _HalfBatch:
+    """Makes room where there is no plan to tighten."""
+
+    device: torch.device
+
+    def evaluation(self, loader: Any, what: str) -> Iterator[Event]:
+        """Halves the batch.
+
+        Raises:
+            DoesNotFit: it is one image already.
+        """
+        release()
         if loader.batch == 1:
-            raise no_room_for_one(step.device, what)
+            raise no_room_for_one(self.device, what)
         loader.set_batch(loader.batch // 2)
-        say(f"memory ran out ({what}); the split begins again with {loader.batch} images at once")
+        text = f"memory ran out ({what}); the split begins again with {loader.batch} images at once"
+        yield Notice(level="warning", text=text)
 
 
 def _listed(names: Sequence[str]) -> str:

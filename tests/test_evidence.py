@@ -184,10 +184,10 @@ def failing(first: BaseException) -> Callable[..., Seen | None]:
     return at
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("no kernel"), ValueError("odd")])
-def test_one_image_that_fails_costs_no_other_its_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("no kernel"), ValueError("odd")]
+)
+def test_one_image_that_fails_costs_no_other_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Memory that runs out for the first, or an operator that does not take it: the others are there, and the line says which is not."""
     samples = [spotted(tmp_path / f"{n}.png", (64, 64), (20, 20)) for n in range(3)]
     run = make_run(tmp_path / "run", [(sample.title, "dark", "bright", 3.0 - n) for n, sample in enumerate(samples)])

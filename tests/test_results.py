@@ -134,7 +134,9 @@ def test_thousands_of_classes_take_no_matrix():
     with StorageCounter() as counter:
         result = class_result(replace(found, scores=scores, targets=targets), contract)
     assert counter.peak_bytes < 100 * (count + NUM_IMAGES)
-    assert [(row["label"], row["predicted"]) for row in result["confusion"]] == [(str(33 * i + i % 2), str(33 * i)) for i in range(NUM_IMAGES)]
+    assert [(row["label"], row["predicted"]) for row in result["confusion"]] == [
+        (str(33 * i + i % 2), str(33 * i)) for i in range(NUM_IMAGES)
+    ]
     assert sum(row["recall"] == 1 for row in result["classes"].values()) == NUM_IMAGES // 2
     assert len(result["absent"]) == count - NUM_IMAGES
 

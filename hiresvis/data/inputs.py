@@ -175,8 +175,9 @@ def find_inputs(arguments: Sequence[str], columns: Columns | None = None) -> Inp
 
 
 def split_paths(stream: BinaryIO) -> Iterator[str]:
-    """The paths of a stream that nothing was read of, each as soon as its end is read: a line each, or where there is a NUL among the first of them, up to each NUL
-    (`find -print0`, for names that hold a line end). Empty ones are left out, and a carriage return before a line end."""
+    """The paths of a stream that nothing was read of, each as soon as its end is read: a line each, or where there is a NUL among the first
+    of them, up to each NUL (`find -print0`, for names that hold a line end). Empty ones are left out, and a carriage return before a line
+    end."""
     separator, rest = b"", b""
     while block := _read(stream):
         rest += block

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from hiresvis.backbone.segments import apply_plan
 from hiresvis.device import is_out_of_memory, release
@@ -176,15 +176,27 @@ class Relief:
         )
 
 
+class Room(Protocol):
+    """Whoever makes room for an evaluation."""
+
+    def evaluation(self, loader: Any, what: str) -> Iterator[Event]:
+        """Lowers the loader's batch, for good, or raises DoesNotFit.
+
+        Args:
+            what: the first line of the error, which is gone by now with all that its traceback held.
+        """
+        ...
+
+
 def evaluation_in_room(
-    step: TrainStep, loader: Any, relief: Relief | None, *, name_of: Callable[[int], str]
+    step: TrainStep, loader: Any, room: Room | None, *, name_of: Callable[[int], str], flips: bool = False
 ) -> Generator[tuple[int, int] | Event, None, Evaluation]:
-    """`evaluation_steps`, begun again with a smaller batch where memory runs out; yields their progress and what relief tells."""
+    """`evaluation_steps`, begun again with a smaller batch where memory runs out; yields their progress and what the room's maker tells."""
     while True:
         try:
-            return (yield from evaluation_steps(step, loader, name_of=name_of))
+            return (yield from evaluation_steps(step, loader, name_of=name_of, flips=flips))
         except (RuntimeError, MemoryError) as error:
-            if relief is None or not is_out_of_memory(error, step.device):
+            if room is None or not is_out_of_memory(error, step.device):
                 raise
             what = first_line(error)
-        yield from relief.evaluation(loader, what)
+        yield from room.evaluation(loader, what)
