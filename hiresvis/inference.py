@@ -98,44 +98,55 @@ def predict(
     statistics = _statistics(trained, folder, say)
     watch = None if statistics is None else Watch(statistics, trained.contract)
     trained = replace(trained, contract=_tiled(trained.contract, statistics, tile=tile, overlap=overlap))
-    contract = trained.contract
+    asked = [os.fspath(path) for path in paths]
+    _refuse(trained.contract, asked, top)
+    recipe = trained.loaded.recipe.data
+    read_by, streamed = Columns(recipe.image, recipe.region, allowed_root(trained, root)), asked == [STANDARD_INPUT]
+    inputs = Inputs(read_by) if streamed else find_inputs(asked, read_by)
+    job = _Job(trained, _mask_writer(trained.contract, masks, beside), watch, flips=flips, top=top, say=say)
+    look_at = None if heat is None else new_heat_folder(heat, trained.contract)
+    made = _streamed(job, inputs, stdin or sys.stdin.buffer) if streamed else _known(job, inputs)
+    if look_at is not None:
+        look = Look(trained.backbone.model, trained.contract, trained.plan["precision"], pick_device())
+        made = replace(made, columns=(*made.columns, "heat"), rows=with_heat(made.rows, inputs.samples, look, look_at))
+    again = shlex.join(["hiresvis", "evaluate", str(run), "--data", "LABELLED"])
+
+    def ending() -> Iterator[str]:
+        yield from made.ending()
+        yield from () if watch is None else watch.lines(again)
+
+    return replace(made, ending=ending)
+
+
+def _refuse(contract: Contract, asked: Sequence[str], top: int) -> None:
+    """What the run cannot tell, and paths that do not go together.
+
+    Raises:
+        RecipeError: says which.
+    """
     if top and contract.task != "classify":
         raise RecipeError(f"--top-k {top}: the best classes are what a run of task classify tells, and this one's task is {contract.task}")
     if top > len(contract.classes):
         raise RecipeError(f"--top-k {top} is above the {len(contract.classes)} classes of this run; give at most so many")
-    asked = [os.fspath(path) for path in paths]
     if STANDARD_INPUT in asked and len(asked) > 1:
         raise RecipeError(f"{STANDARD_INPUT} stands for paths on standard input and goes alone; put the other {len(asked) - 1} there too")
-    recipe = trained.loaded.recipe.data
-    read_by = Columns(recipe.image, recipe.region, allowed_root(trained, root))
-    streamed = asked == [STANDARD_INPUT]
-    inputs = Inputs(read_by) if streamed else find_inputs(asked, read_by)
-    job = _Job(trained, _mask_writer(contract, masks, beside), watch, flips=flips, top=top, say=say)
-    columns = table_columns(contract.task, contract.classes, top=top)
-    look_at = None if heat is None else new_heat_folder(heat, contract)
-    columns = columns if look_at is None else (*columns, "heat")
-    again = shlex.join(["hiresvis", "evaluate", str(run), "--data", "LABELLED"])
 
-    def shown(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if look_at is None:
-            return rows
-        look = Look(trained.backbone.model, contract, trained.plan["precision"], pick_device())
-        return with_heat(rows, inputs.samples, look, look_at)
 
-    def ending() -> Iterator[str]:
-        yield from _passed_over(inputs) if streamed else ()
-        yield from () if watch is None else watch.lines(again)
+def _streamed(job: _Job, inputs: Inputs, stdin: BinaryIO) -> Predictions:
+    """Of paths as they come; what was passed over is known at the end."""
+    taken = map(inputs.take, waves(stdin, _BATCHES_AT_ONCE * job.trained.eval_batch))
+    rows = (row for samples in taken if samples for row in _rows(job, samples, _look(samples, job.contract)))
+    return Predictions(job.columns, None, (), rows, lambda: _passed_over(inputs))
 
-    if streamed:
-        taken = map(inputs.take, waves(stdin or sys.stdin.buffer, _BATCHES_AT_ONCE * trained.eval_batch))
-        rows = (row for samples in taken if samples for row in _rows(job, samples, _look(samples, contract)))
-        return Predictions(columns, None, (), shown(rows), ending)
+
+def _known(job: _Job, inputs: Inputs) -> Predictions:
+    """Of paths that are all there, whose headers are read first."""
     samples = tuple(inputs.samples)
-    looked = _look(samples, contract)
+    looked = _look(samples, job.contract)
     notes = [*_passed_over(inputs), *(f"{samples[index].title}  {reason}" for index, reason in list(looked.bad.items())[:_EARLY_NAMED])]
     if len(looked.bad) > _EARLY_NAMED:
         notes.append(f"... and {len(looked.bad) - _EARLY_NAMED} more of {len(samples)} images that cannot be read")
-    return Predictions(columns, len(samples), tuple(notes), shown(_rows(job, samples, looked)), ending)
+    return Predictions(job.columns, len(samples), tuple(notes), _rows(job, samples, looked), lambda: iter(()))
 
 
 def _passed_over(inputs: Inputs) -> Iterator[str]:
@@ -219,6 +230,7 @@ class _Job:
         self, trained: Trained, writer: MaskWriter | None, watch: Watch | None, *, flips: bool, top: int, say: Callable[[str], None]
     ) -> None:
         self.trained, self.contract, self.writer, self.watch, self.top = trained, trained.contract, writer, watch, top
+        self.columns = table_columns(self.contract.task, self.contract.classes, top=top)
         step = make_step(trained)
         self.forward = Forward(step, flips=flips, most=_images_at_once(trained, step, say), say=say)
 
