@@ -283,7 +283,7 @@ def predict(
 
     --json: path; label, score, scores and top (classify), labels and scores, values, or mask and shares; drift; error. null: not known.
     """
-    as_json = rows_as_json(out, as_json)
+    as_json = rows_as_json(out, as_json, paths)
     with ending():
         from hiresvis.inference import predict as run_predict
 

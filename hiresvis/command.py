@@ -104,13 +104,25 @@ def path_errors(as_json: bool) -> str:
     return "backslashreplace" if as_json else "surrogateescape"
 
 
-def rows_as_json(out: Path | None, asked: bool) -> bool:
-    """Whether rows are JSON lines: as asked, or as the file's suffix says."""
-    suffix = "" if out is None else out.suffix.lower()
+def rows_as_json(out: Path | None, asked: bool, inputs: Sequence[str] = ()) -> bool:
+    """Whether rows are JSON lines: as asked, or as the file's suffix says. Refuses a file that rows do not belong in.
+
+    Args:
+        inputs: what the rows are of; none of them is written over.
+    """
+    if out is None:
+        return asked
+    suffix = out.suffix.lower()
+    if out.is_dir():
+        raise typer.BadParameter(f"{out} is a folder; give a file in it, such as {out / 'rows.csv'}", param_hint="--out")
+    if out.exists() and any(os.path.exists(path) and out.samefile(path) for path in inputs):
+        raise typer.BadParameter(f"{out} is what is asked about, and would be written over; give another file", param_hint="--out")
     if suffix == ".json":
         raise typer.BadParameter(f"{out}: rows are an object a line, which is called .jsonl", param_hint="--out")
     if asked and suffix == ".csv":
         raise typer.BadParameter(f"{out} is a table and --json asks for objects; give one of the two", param_hint="--out")
+    if suffix not in (".csv", *_JSON_LINES):
+        raise typer.BadParameter(f"{out}: rows are written as .csv or .jsonl, and any other file there would be lost", param_hint="--out")
     return asked or suffix in _JSON_LINES
 
 

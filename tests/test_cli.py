@@ -307,3 +307,17 @@ def test_predict_on_what_is_no_run_leaves_nothing(tmp_path):
     assert done.returncode == 6
     assert f"{tmp_path / 'nowhere'}: no such folder" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["table.csv", "image.png", "notes.txt", "folder"])
+def test_rows_take_no_place_that_something_else_has(tmp_path, name):
+    """What is asked about, a folder, and a file of another kind are refused before anything is done, and stay as they are."""
+    table, folder = tmp_path / "table.csv", tmp_path / "folder"
+    folder.mkdir()
+    table.write_text("path\nimage.png\n")
+    (tmp_path / "link.csv").symlink_to(table)
+    for out in (tmp_path / name, tmp_path / "link.csv"):
+        with pytest.raises(typer.BadParameter):
+            command.rows_as_json(out, False, [str(tmp_path / "nowhere"), str(table)])
+    assert command.rows_as_json(tmp_path / "new.jsonl", False, [str(table)])
+    assert not command.rows_as_json(tmp_path / "new.csv", False, [str(table)])

@@ -74,7 +74,7 @@ def is_held(events: Path) -> bool | None:
     if sys.platform == "win32":
         return None
     try:
-        handle = os.open(events, os.O_RDONLY)
+        handle = os.open(events, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of the file would block for ever
     except OSError:
         return None
     try:

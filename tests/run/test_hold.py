@@ -82,3 +82,9 @@ def test_a_killed_process_holds_nothing_even_where_its_children_live_on(tmp_path
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
+
+
+def test_a_pipe_in_the_place_of_the_events_is_not_waited_for(tmp_path):
+    """A foreign folder may hold anything; looking at it ends at once."""
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert is_held(tmp_path / "events.jsonl") in (False, None)
