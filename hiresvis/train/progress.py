@@ -87,12 +87,12 @@ class Progress:
     def next_phase(self) -> None:
         """Forgets what was to be expected of the loss and the metric, and what a rollback made of the rate: something else is trained from
         here on, at a rate of its own."""
-        self.epochs_since_best, self.lowest_loss, self.trend = 0, None, LossTrend()
+        self.epochs_since_best, self.trend = 0, LossTrend()
         self.lr_scale, self.num_rollbacks = 1.0, 0
 
     def next_size(self) -> None:
         """Forgets what was to be expected of the loss and the metric: the images are larger from here on."""
-        self.epochs_since_best, self.lowest_loss, self.trend = 0, None, LossTrend()
+        self.epochs_since_best, self.trend = 0, LossTrend()
 
     def next_epoch(self) -> None:
         """Opens the next epoch."""

@@ -193,11 +193,13 @@ def test_paths_that_a_program_gives_are_taken_as_they_are(tree):
 
 
 LISTING = """
+import signal
 import sys
 import typer
 from hiresvis.command import ending
 from hiresvis.data.inputs import waves
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in a shell's background it is ignored
 try:
     with ending():
         for paths in waves(sys.stdin.buffer, 1):

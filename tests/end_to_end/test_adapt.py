@@ -144,9 +144,10 @@ def test_lp_ft_trains_the_head_before_everything(workshop, weights):
     overrides = (*LP_FT, f"model.pretrained={weights['test_resnet']}", "optim.schedule=constant")
     done = workshop.fit(*overrides, "--ui", "plain")
     rates = [row["lr"] for row in workshop.events("step_done")]
-    assert rates == [0.00153] * 3 + [0.000153] * 6
+    assert rates == [0.00153] * 3 + [0.000612] * 6
     assert 'model.lp_ft.head_lr=0.00153 reason="adamw, training the classifier alone: 0.005 x sqrt(6/64)"' in done.err
-    assert 'optim.lr=0.000153 reason="adamw, fine-tuning all layers: 0.0005 x sqrt(6/64)"' in done.err
+    rule = "adamw, fine-tuning all layers: 0.0005 x sqrt(6/64) x 4, for batch statistics and a run of 32 images"
+    assert f'optim.lr=0.000612 reason="{rule}"' in done.err
     assert 'model.lp_ft.head_epochs=1 reason="20% of 3 epochs"' in done.err
     assert "epoch 1 trains the head alone (" in done.err
     assert "epoch 2: everything is trained from here on" in done.err
